@@ -1,0 +1,3 @@
+//! The aggregation runtime.
+#![no_std]
+#![forbid(unsafe_code)]

@@ -1,0 +1,275 @@
+//! What a header means: kinds, flags, reasons, and [`Repr`].
+
+use super::{Packet, WireError};
+use crate::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
+use crate::op::{Collective, Dtype, OpDesc, ReduceOp};
+use bitflags::bitflags;
+
+/// What a packet is for (PROTOCOL 1 and 3).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Kind {
+    /// Up: a contribution, inline.
+    Data = 1,
+    /// Up: a contribution, by reference.
+    Ref = 2,
+    /// Up: nothing to add; "I have posted this operation".
+    Empty = 3,
+    /// Down: the result of a seq.
+    Result = 4,
+    /// Down: a seq is complete, and nobody below receives it.
+    Done = 5,
+    /// Up: what is the matter with these seqs? Also carries `have`.
+    Probe = 6,
+    /// Down: the answer to a Probe.
+    Status = 7,
+    /// Either way: see [`NakReason`].
+    Nak = 8,
+}
+
+impl Kind {
+    /// Return the kind of a wire number.
+    pub const fn from_wire(number: u8) -> Option<Self> {
+        Some(match number {
+            1 => Self::Data,
+            2 => Self::Ref,
+            3 => Self::Empty,
+            4 => Self::Result,
+            5 => Self::Done,
+            6 => Self::Probe,
+            7 => Self::Status,
+            8 => Self::Nak,
+            _ => return None,
+        })
+    }
+}
+
+/// What a Nak says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+#[non_exhaustive]
+pub enum NakReason {
+    /// Down: your contribution to `seq` did not arrive while later ones did. Up: the result of `seq` did not.
+    Missing = 1,
+    /// Down: send your contribution to `seq` again, under the attempt of this packet (PROTOCOL 7).
+    Resend = 2,
+    /// Down: the epoch of your packet is not the group's; `epoch` is yours, echoed.
+    WrongEpoch = 3,
+    /// Down: this device has no such group: it has restarted, or the group was released.
+    UnknownGroup = 4,
+    /// Up: my subtree called different operations at `seq`. Down: some ranks did.
+    Mismatch = 5,
+    /// Down: the hop towards the root is dead.
+    PathLost = 6,
+    /// Either way: this node can't do that operation (type, operator or collective).
+    Unsupported = 7,
+}
+
+impl NakReason {
+    /// Return the reason of a wire number.
+    pub const fn from_wire(number: u8) -> Option<Self> {
+        Some(match number {
+            1 => Self::Missing,
+            2 => Self::Resend,
+            3 => Self::WrongEpoch,
+            4 => Self::UnknownGroup,
+            5 => Self::Mismatch,
+            6 => Self::PathLost,
+            7 => Self::Unsupported,
+            _ => return None,
+        })
+    }
+}
+
+bitflags! {
+    /// Bits that qualify a packet.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+    pub struct Flags: u16 {
+        /// The payload holds partial results in the accumulator type, not elements of the operation's type.
+        const PARTIAL = 1 << 0;
+        /// Up: somebody at or below the sender receives the result of this seq.
+        const WANT = 1 << 1;
+        /// The packet met congestion (ECN-CE) on its way.
+        const CONGESTED = 1 << 2;
+    }
+}
+
+/// The meaningful form of a header.
+///
+/// The payload is not in it: it lies behind the header, `payload_len_bytes` long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Repr {
+    /// What the packet is for.
+    pub kind: Kind,
+    /// Qualifiers.
+    pub flags: Flags,
+    /// The collective, `None` where it does not apply.
+    pub collective: Option<Collective>,
+    /// The operation's element type, `None` for none.
+    pub dtype: Option<Dtype>,
+    /// The operator, `None` for none.
+    pub op: Option<ReduceOp>,
+    /// Why, if this is a Nak.
+    pub reason: Option<NakReason>,
+    /// The group.
+    pub group: GroupId,
+    /// The group's epoch as the sender knows it.
+    pub epoch: Epoch,
+    /// Whose link this is.
+    pub child: ChildIndex,
+    /// How many seqs the packet covers.
+    pub count: u16,
+    /// The first of them.
+    pub seq: ChunkNo,
+    /// Up: `have`. Down: `stable`.
+    pub mark: ChunkNo,
+    /// The child's key.
+    pub key: u64,
+    /// The operation's signature.
+    pub signature: u32,
+    /// Drawn by the child, echoed by the node.
+    pub token: u32,
+    /// Down: how many contributions may be in flight.
+    pub window: u16,
+    /// Bytes behind the header.
+    pub payload_len_bytes: u16,
+    /// The attempt at the seq.
+    pub attempt: u16,
+    /// See the table in [`wire`](crate::wire).
+    pub bits: u64,
+    /// See the table in [`wire`](crate::wire).
+    pub bits2: u64,
+}
+
+impl Repr {
+    /// Return a header of `kind` for one link of a group, everything else zero or absent.
+    pub const fn new(kind: Kind, group: GroupId, epoch: Epoch, child: ChildIndex, key: u64) -> Self {
+        Self {
+            kind,
+            flags: Flags::empty(),
+            collective: None,
+            dtype: None,
+            op: None,
+            reason: None,
+            group,
+            epoch,
+            child,
+            count: 0,
+            seq: ChunkNo(0),
+            mark: ChunkNo(0),
+            key,
+            signature: 0,
+            token: 0,
+            window: 0,
+            payload_len_bytes: 0,
+            attempt: 0,
+            bits: 0,
+            bits2: 0,
+        }
+    }
+
+    /// Read the header of a checked packet.
+    ///
+    /// # Errors
+    /// [`WireError`] names the first field with a number that this version does not know.
+    pub fn parse<T: AsRef<[u8]>>(packet: &Packet<T>) -> Result<Self, WireError> {
+        fn known<V>(number: u8, from: fn(u8) -> Option<V>, field: &'static str) -> Result<Option<V>, WireError> {
+            match (number, from(number)) {
+                (0, _) => Ok(None),
+                (_, Some(value)) => Ok(Some(value)),
+                (_, None) => Err(WireError::UnknownNumber { field, number }),
+            }
+        }
+        let kind = known(packet.kind(), Kind::from_wire, "kind")?;
+        let kind = kind.ok_or(WireError::UnknownNumber { field: "kind", number: 0 })?;
+        let reason = known(packet.reason(), NakReason::from_wire, "reason")?;
+        if (kind == Kind::Nak) != reason.is_some() {
+            return Err(WireError::UnknownNumber { field: "reason", number: packet.reason() });
+        }
+        Ok(Self {
+            kind,
+            flags: Flags::from_bits_truncate(packet.flags()),
+            collective: known(packet.collective(), Collective::from_wire, "collective")?,
+            dtype: known(packet.dtype(), Dtype::from_wire, "dtype")?,
+            op: known(packet.op(), ReduceOp::from_wire, "op")?,
+            reason,
+            group: GroupId(packet.group()),
+            epoch: Epoch::from_bits(packet.epoch()),
+            child: ChildIndex(packet.child()),
+            count: packet.count(),
+            seq: ChunkNo(packet.seq()),
+            mark: ChunkNo(packet.mark()),
+            key: packet.key(),
+            signature: packet.signature(),
+            token: packet.token(),
+            window: packet.window(),
+            payload_len_bytes: packet.payload_len(),
+            attempt: packet.attempt(),
+            bits: packet.bits(),
+            bits2: packet.bits2(),
+        })
+    }
+
+    /// Return the length of the whole packet in bytes.
+    pub const fn packet_len(&self) -> usize {
+        super::HEADER_LEN + self.payload_len_bytes as usize
+    }
+
+    /// Write the header and its checksum; `payload_crc` is [`payload_crc`](super::payload_crc) of the payload,
+    /// which is already in its place or will be.
+    ///
+    /// # Panics
+    /// If the buffer is shorter than [`Repr::packet_len`].
+    pub fn emit<T: AsRef<[u8]> + AsMut<[u8]>>(&self, packet: &mut Packet<T>, payload_crc: u32) {
+        packet.clear_header();
+        packet.set_kind(self.kind as u8);
+        packet.set_flags(self.flags.bits());
+        packet.set_collective(self.collective.map_or(0, Collective::to_wire));
+        packet.set_dtype(self.dtype.map_or(0, Dtype::to_wire));
+        packet.set_op(self.op.map_or(0, ReduceOp::to_wire));
+        packet.set_reason(self.reason.map_or(0, |reason| reason as u8));
+        packet.set_group(self.group.0);
+        packet.set_epoch(self.epoch.to_bits());
+        packet.set_child(self.child.0);
+        packet.set_count(self.count);
+        packet.set_seq(self.seq.0);
+        packet.set_mark(self.mark.0);
+        packet.set_key(self.key);
+        packet.set_signature(self.signature);
+        packet.set_token(self.token);
+        packet.set_window(self.window);
+        packet.set_payload_len(self.payload_len_bytes);
+        packet.set_attempt(self.attempt);
+        packet.set_bits(self.bits);
+        packet.set_bits2(self.bits2);
+        packet.seal(payload_crc);
+    }
+
+    /// Describe the operation that a contribution belongs to, if it names a collective.
+    pub fn op_desc(&self) -> Option<OpDesc> {
+        let collective = self.collective?;
+        Some(OpDesc { collective, dtype: self.dtype, op: self.op, root: Rank(0), count: self.bits })
+    }
+}
+
+/// Pack an operation into 64 bits for Nak(Mismatch): collective, type, operator, 40 bits of count.
+pub fn pack_op(desc: &OpDesc) -> u64 {
+    let count = desc.count.min((1 << 40) - 1);
+    count << 24
+        | u64::from(desc.op.map_or(0, ReduceOp::to_wire)) << 16
+        | u64::from(desc.dtype.map_or(0, Dtype::to_wire)) << 8
+        | u64::from(desc.collective.to_wire())
+}
+
+/// Unpack what [`pack_op`] packed; `None` if a number is not of this version.
+pub fn unpack_op(bits: u64) -> Option<OpDesc> {
+    let [collective, dtype, op, ..] = bits.to_le_bytes();
+    let some = |number: u8| (number != 0).then_some(number);
+    Some(OpDesc {
+        collective: Collective::from_wire(collective)?,
+        dtype: some(dtype).map(|n| Dtype::from_wire(n).ok_or(())).transpose().ok()?,
+        op: some(op).map(|n| ReduceOp::from_wire(n).ok_or(())).transpose().ok()?,
+        root: Rank(0),
+        count: bits >> 24,
+    })
+}

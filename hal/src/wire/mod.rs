@@ -1,0 +1,75 @@
+//! The data plane: every byte of a packet.
+//!
+//! A packet is one fixed little-endian header of [`HEADER_LEN`] bytes and a payload. [`Packet`] is a view of a
+//! buffer that makes no judgement of its content; [`Repr`] is the meaningful struct. After
+//! [`Packet::new_checked`] no accessor panics. Version 1, frozen by the golden bytes in `tests.rs`:
+//!
+//! | offset | field | type | meaning |
+//! |---|---|---|---|
+//! | 0 | magic | u32 | `"SUMC"`, 0x434d_5553 |
+//! | 4 | version | u8 | 1 |
+//! | 5 | kind | u8 | [`Kind`]: Data, Ref, Empty, Result, Done, Probe, Status, Nak |
+//! | 6 | flags | u16 | [`Flags`] |
+//! | 8 | collective | u8 | [`Collective`](crate::op::Collective), 0 where it does not apply |
+//! | 9 | dtype | u8 | [`Dtype`](crate::op::Dtype) of the operation, 0 for none |
+//! | 10 | op | u8 | [`ReduceOp`](crate::op::ReduceOp), 0 for none |
+//! | 11 | reason | u8 | [`NakReason`], 0 for other kinds |
+//! | 12 | group | u32 | [`GroupId`] |
+//! | 16 | epoch | u32 | [`Epoch`] |
+//! | 20 | child | u16 | index of the child whose link this is, in both directions |
+//! | 22 | count | u16 | seqs that the packet covers, from `seq` on: 1 for Data and Result |
+//! | 24 | seq | u64 | [`ChunkNo`] |
+//! | 32 | mark | u64 | up: `have`; down: `stable` (PROTOCOL 1) |
+//! | 40 | key | u64 | the child's key (PROTOCOL 10), in both directions |
+//! | 48 | signature | u32 | of the operation ([`OpDesc::signature`](crate::op::OpDesc::signature)) |
+//! | 52 | token | u32 | up: drawn by the sender; down: echoed from what it answers |
+//! | 56 | window | u16 | down: contributions that the receiver may have in flight; up: 0 |
+//! | 58 | payload_len | u16 | bytes behind the header |
+//! | 60 | attempt | u16 | of the seq (PROTOCOL 7) |
+//! | 62 | reserved | u16 | 0, ignored |
+//! | 64 | bits | u64 | Data, Ref, Empty: element count of the whole operation. Probe: bit i = result of seq + i is held. Status: bit i = the child's contribution to seq + i is in. Nak(Mismatch): count of the first operation seen |
+//! | 72 | bits2 | u64 | Status: bit i = seq + i is complete here. Nak(Mismatch): the other operation, packed by [`pack_op`] |
+//! | 80 | spare | 12 B | 0, ignored |
+//! | 92 | crc | u32 | CRC-32C of bytes 0..92 followed by the CRC-32C of the payload, little-endian |
+//!
+//! The checksum is taken in two levels, so that a node which sends one payload to 256 children reads it once.
+
+mod header;
+mod packet;
+#[cfg(test)]
+mod tests;
+
+pub use header::{Flags, Kind, NakReason, Repr, pack_op, unpack_op};
+pub use packet::{Packet, WireError, payload_crc};
+
+#[cfg(doc)]
+use crate::ids::{ChunkNo, Epoch, GroupId};
+
+/// The length of the header in bytes.
+pub const HEADER_LEN: usize = 96;
+
+/// The first four bytes of every packet, little-endian.
+pub const MAGIC: u32 = u32::from_le_bytes(*b"SUMC");
+
+/// The version of the header that this crate speaks.
+pub const VERSION: u8 = 1;
+
+/// The most seqs that one Probe or Status can speak of: the bits of one field.
+pub const BITMAP_SEQS: u16 = 64;
+
+/// The most children that a node can have below it.
+pub const MAX_CHILDREN: usize = 256;
+
+/// Return the CRC-32C (Castagnoli, as in iSCSI, RFC 3720 B.4) of `bytes`.
+#[cfg(feature = "std")]
+pub fn crc32c(bytes: &[u8]) -> u32 {
+    // Hosted: carry-less multiplication where the processor has it.
+    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
+}
+
+/// Return the CRC-32C (Castagnoli, as in iSCSI, RFC 3720 B.4) of `bytes`.
+#[cfg(not(feature = "std"))]
+pub fn crc32c(bytes: &[u8]) -> u32 {
+    const CRC: crc::Crc<u32> = crc::Crc::<u32>::new(&crc::CRC_32_ISCSI);
+    CRC.checksum(bytes)
+}

@@ -1,0 +1,277 @@
+//! The view of a packet's bytes.
+
+use super::{HEADER_LEN, MAGIC, VERSION, crc32c};
+use thiserror::Error;
+
+/// Why bytes are not a packet of this version.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum WireError {
+    /// Shorter than a header.
+    #[error("{len} bytes are too few for a header of 96")]
+    Truncated {
+        /// The buffer's length in bytes.
+        len: usize,
+    },
+    /// Not Sumac's.
+    #[error("magic is {found:#010x}, not 0x434d5553 (\"SUMC\")")]
+    Magic {
+        /// What stands in its place.
+        found: u32,
+    },
+    /// Of another version.
+    #[error("header version is {found}; this build speaks version 1")]
+    Version {
+        /// The packet's version.
+        found: u8,
+    },
+    /// The length field and the buffer disagree.
+    #[error("the header promises {promised} payload bytes, the packet has {present}")]
+    Length {
+        /// By the header.
+        promised: usize,
+        /// By the buffer.
+        present: usize,
+    },
+    /// Damaged on the way.
+    #[error("checksum is {found:#010x}, computed {computed:#010x}")]
+    Checksum {
+        /// By the header.
+        found: u32,
+        /// By the bytes.
+        computed: u32,
+    },
+    /// A number that this version does not know.
+    #[error("{field} number {number} is unknown to this version")]
+    UnknownNumber {
+        /// Which field.
+        field: &'static str,
+        /// Its content.
+        number: u8,
+    },
+}
+
+/// A view of a buffer as a packet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Packet<T> {
+    buffer: T,
+}
+
+/// Fields by name: byte ranges within the header.
+mod field {
+    use core::ops::Range;
+    pub(super) const MAGIC: Range<usize> = 0..4;
+    pub(super) const VERSION: usize = 4;
+    pub(super) const KIND: usize = 5;
+    pub(super) const FLAGS: Range<usize> = 6..8;
+    pub(super) const COLLECTIVE: usize = 8;
+    pub(super) const DTYPE: usize = 9;
+    pub(super) const OP: usize = 10;
+    pub(super) const REASON: usize = 11;
+    pub(super) const GROUP: Range<usize> = 12..16;
+    pub(super) const EPOCH: Range<usize> = 16..20;
+    pub(super) const CHILD: Range<usize> = 20..22;
+    pub(super) const COUNT: Range<usize> = 22..24;
+    pub(super) const SEQ: Range<usize> = 24..32;
+    pub(super) const MARK: Range<usize> = 32..40;
+    pub(super) const KEY: Range<usize> = 40..48;
+    pub(super) const SIGNATURE: Range<usize> = 48..52;
+    pub(super) const TOKEN: Range<usize> = 52..56;
+    pub(super) const WINDOW: Range<usize> = 56..58;
+    pub(super) const PAYLOAD_LEN: Range<usize> = 58..60;
+    pub(super) const ATTEMPT: Range<usize> = 60..62;
+    pub(super) const BITS: Range<usize> = 64..72;
+    pub(super) const BITS2: Range<usize> = 72..80;
+    pub(super) const CRC: Range<usize> = 92..96;
+}
+
+/// Return the checksum of a payload, as [`Repr::emit`](super::Repr::emit) takes it; 0 for an empty one.
+pub fn payload_crc(payload: &[u8]) -> u32 {
+    if payload.is_empty() { 0 } else { crc32c(payload) }
+}
+
+/// Return the packet's checksum: over the header up to the checksum, then over the payload's.
+fn packet_crc(header: &[u8], payload_crc: u32) -> u32 {
+    let mut bytes = [0_u8; HEADER_LEN];
+    bytes[..field::CRC.start].copy_from_slice(&header[..field::CRC.start]);
+    bytes[field::CRC].copy_from_slice(&payload_crc.to_le_bytes());
+    crc32c(&bytes)
+}
+
+macro_rules! read {
+    ($($(#[$meta:meta])* $name:ident: $ty:ident = $field:ident;)*) => {$(
+        $(#[$meta])*
+        pub fn $name(&self) -> $ty {
+            let mut bytes = [0; size_of::<$ty>()];
+            bytes.copy_from_slice(&self.buffer.as_ref()[field::$field]);
+            $ty::from_le_bytes(bytes)
+        }
+    )*};
+}
+
+macro_rules! read_byte {
+    ($($(#[$meta:meta])* $name:ident = $field:ident;)*) => {$(
+        $(#[$meta])*
+        pub fn $name(&self) -> u8 {
+            self.buffer.as_ref()[field::$field]
+        }
+    )*};
+}
+
+macro_rules! write {
+    ($($name:ident: $ty:ident = $field:ident;)*) => {$(
+        pub(super) fn $name(&mut self, value: $ty) {
+            self.buffer.as_mut()[field::$field].copy_from_slice(&value.to_le_bytes());
+        }
+    )*};
+}
+
+macro_rules! write_byte {
+    ($($name:ident = $field:ident;)*) => {$(
+        pub(super) fn $name(&mut self, value: u8) {
+            self.buffer.as_mut()[field::$field] = value;
+        }
+    )*};
+}
+
+impl<T: AsRef<[u8]>> Packet<T> {
+    /// View a buffer without looking at it.
+    pub const fn new_unchecked(buffer: T) -> Self {
+        Self { buffer }
+    }
+
+    /// View a buffer that holds exactly one whole, undamaged packet of this version.
+    ///
+    /// # Errors
+    /// [`WireError`], the first of: too short, foreign, of another version, wrong length, damaged.
+    pub fn new_checked(buffer: T) -> Result<Self, WireError> {
+        let packet = Self::new_unchecked(buffer);
+        let len = packet.buffer.as_ref().len();
+        if len < HEADER_LEN {
+            return Err(WireError::Truncated { len });
+        }
+        if packet.magic() != MAGIC {
+            return Err(WireError::Magic { found: packet.magic() });
+        }
+        if packet.version() != VERSION {
+            return Err(WireError::Version { found: packet.version() });
+        }
+        let (promised, present) = (usize::from(packet.payload_len()), len - HEADER_LEN);
+        if promised != present {
+            return Err(WireError::Length { promised, present });
+        }
+        let computed = packet_crc(packet.buffer.as_ref(), payload_crc(packet.payload()));
+        if packet.crc() != computed {
+            return Err(WireError::Checksum { found: packet.crc(), computed });
+        }
+        Ok(packet)
+    }
+
+    /// Give the buffer back.
+    pub fn into_inner(self) -> T {
+        self.buffer
+    }
+
+    read_byte! {
+        /// Return the version field.
+        version = VERSION;
+        /// Return the kind field.
+        kind = KIND;
+        /// Return the collective field.
+        collective = COLLECTIVE;
+        /// Return the element type field.
+        dtype = DTYPE;
+        /// Return the operator field.
+        op = OP;
+        /// Return the Nak reason field.
+        reason = REASON;
+    }
+
+    read! {
+        /// Return the magic field.
+        magic: u32 = MAGIC;
+        /// Return the flags field.
+        flags: u16 = FLAGS;
+        /// Return the group field.
+        group: u32 = GROUP;
+        /// Return the epoch field.
+        epoch: u32 = EPOCH;
+        /// Return the child field.
+        child: u16 = CHILD;
+        /// Return the count field.
+        count: u16 = COUNT;
+        /// Return the sequence number field.
+        seq: u64 = SEQ;
+        /// Return the mark field (`have` up, `stable` down).
+        mark: u64 = MARK;
+        /// Return the key field.
+        key: u64 = KEY;
+        /// Return the signature field.
+        signature: u32 = SIGNATURE;
+        /// Return the token field.
+        token: u32 = TOKEN;
+        /// Return the window field.
+        window: u16 = WINDOW;
+        /// Return the payload length field.
+        payload_len: u16 = PAYLOAD_LEN;
+        /// Return the attempt field.
+        attempt: u16 = ATTEMPT;
+        /// Return the first bitmap field.
+        bits: u64 = BITS;
+        /// Return the second bitmap field.
+        bits2: u64 = BITS2;
+        /// Return the checksum field.
+        crc: u32 = CRC;
+    }
+
+    /// Return the bytes behind the header.
+    pub fn payload(&self) -> &[u8] {
+        &self.buffer.as_ref()[HEADER_LEN..]
+    }
+}
+
+impl<T: AsRef<[u8]> + AsMut<[u8]>> Packet<T> {
+    /// Return the bytes behind the header, to be written.
+    pub fn payload_mut(&mut self) -> &mut [u8] {
+        &mut self.buffer.as_mut()[HEADER_LEN..]
+    }
+
+    pub(super) fn clear_header(&mut self) {
+        let header = &mut self.buffer.as_mut()[..HEADER_LEN];
+        header.fill(0);
+        header[field::MAGIC].copy_from_slice(&MAGIC.to_le_bytes());
+        header[field::VERSION] = VERSION;
+    }
+
+    write_byte! {
+        set_kind = KIND;
+        set_collective = COLLECTIVE;
+        set_dtype = DTYPE;
+        set_op = OP;
+        set_reason = REASON;
+    }
+
+    write! {
+        set_flags: u16 = FLAGS;
+        set_group: u32 = GROUP;
+        set_epoch: u32 = EPOCH;
+        set_child: u16 = CHILD;
+        set_count: u16 = COUNT;
+        set_seq: u64 = SEQ;
+        set_mark: u64 = MARK;
+        set_key: u64 = KEY;
+        set_signature: u32 = SIGNATURE;
+        set_token: u32 = TOKEN;
+        set_window: u16 = WINDOW;
+        set_payload_len: u16 = PAYLOAD_LEN;
+        set_attempt: u16 = ATTEMPT;
+        set_bits: u64 = BITS;
+        set_bits2: u64 = BITS2;
+    }
+
+    /// Write the checksum, last.
+    pub(super) fn seal(&mut self, payload_crc: u32) {
+        let crc = packet_crc(self.buffer.as_ref(), payload_crc);
+        self.buffer.as_mut()[field::CRC].copy_from_slice(&crc.to_le_bytes());
+    }
+}

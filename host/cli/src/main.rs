@@ -1,0 +1,3 @@
+//! The `sumac` command.
+
+fn main() {}

@@ -1,0 +1,2 @@
+//! Whole-cluster tests.
+#![forbid(unsafe_code)]
