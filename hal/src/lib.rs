@@ -1,8 +1,13 @@
 //! The contract between device and host, and between the runtime and the hardware.
 #![cfg_attr(not(any(feature = "std", test)), no_std)]
 
+pub mod ctrl;
 pub mod ids;
+pub mod key;
 pub mod op;
 pub mod port;
+pub mod rtt;
+pub mod shard;
 pub mod time;
+pub mod uplink;
 pub mod wire;

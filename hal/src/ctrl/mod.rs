@@ -1,0 +1,141 @@
+//! The control plane: postcard messages in checked frames, over any byte stream or datagram.
+//!
+//! | offset | field | type | meaning |
+//! |---|---|---|---|
+//! | 0 | magic | u16 | `"Sc"`, 0x6353 |
+//! | 2 | version | u16 | [`VERSION`] of the messages inside |
+//! | 4 | len | u32 | bytes of the message, at most [`MAX_MESSAGE_LEN`] |
+//! | 8 | crc | u32 | CRC-32C of bytes 0..8 followed by the CRC-32C of the message, little-endian |
+//! | 12 | message | | postcard |
+//!
+//! A controller and a device speak [`Request`] and [`Response`]; other pairs put their own messages in the same
+//! frames. The device dials, announces itself ([`Announce`]), and then answers requests in order. Until
+//! authentication exists (PROTOCOL 10), control ports listen on loopback only: who can reach one can command it.
+
+mod messages;
+mod stats;
+#[cfg(test)]
+mod tests;
+
+pub use messages::{
+    Announce, DeviceCapabilities, Envelope, GroupConfig, MAX_NAME_LEN, Name, NodeParent, Order, Refusal, Request,
+    Response, TimersConfig, TreeConfig,
+};
+pub use stats::{Counters, DropReason, Stats};
+
+use crate::wire::crc32c;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use thiserror::Error;
+
+/// The version of the messages; raised with any change of their bytes.
+pub const VERSION: u16 = 1;
+
+/// The length of a frame's header in bytes.
+pub const FRAME_HEADER_LEN: usize = 12;
+
+/// The longest message in bytes.
+pub const MAX_MESSAGE_LEN: usize = 64 * 1024;
+
+const MAGIC: u16 = u16::from_le_bytes(*b"Sc");
+
+/// Why bytes are not a frame, or a message does not fit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum FrameError {
+    /// Not a control frame.
+    #[error("magic is {0:#06x}, not 0x6353: the peer does not speak Sumac's control protocol")]
+    Magic(u16),
+    /// Messages of another version.
+    #[error("control version is {0}; this build speaks version 1")]
+    Version(u16),
+    /// Longer than any message.
+    #[error("message of {len} bytes is over the limit of {MAX_MESSAGE_LEN}")]
+    TooLong {
+        /// By the header.
+        len: usize,
+    },
+    /// Damaged.
+    #[error("checksum is {found:#010x}, computed {computed:#010x}")]
+    Checksum {
+        /// By the header.
+        found: u32,
+        /// By the bytes.
+        computed: u32,
+    },
+    /// Not the message that was expected here.
+    #[error("the frame's message is not of the expected kind")]
+    Message,
+    /// The caller's buffer is too small for the message.
+    #[error("the buffer of {len} bytes is too small for the frame")]
+    Buffer {
+        /// The buffer's length.
+        len: usize,
+    },
+}
+
+/// Write `message` as a frame at the head of `buffer` and return the frame's bytes.
+///
+/// # Errors
+/// [`FrameError::Buffer`] or [`FrameError::TooLong`].
+pub fn encode<'b, M: Serialize>(message: &M, buffer: &'b mut [u8]) -> Result<&'b [u8], FrameError> {
+    let len = buffer.len();
+    let body = buffer.get_mut(FRAME_HEADER_LEN..).ok_or(FrameError::Buffer { len })?;
+    let body_len = postcard::to_slice(message, body).map_err(|_| FrameError::Buffer { len })?.len();
+    if body_len > MAX_MESSAGE_LEN {
+        return Err(FrameError::TooLong { len: body_len });
+    }
+    let frame = &mut buffer[..FRAME_HEADER_LEN + body_len];
+    frame[0..2].copy_from_slice(&MAGIC.to_le_bytes());
+    frame[2..4].copy_from_slice(&VERSION.to_le_bytes());
+    frame[4..8].copy_from_slice(&(body_len as u32).to_le_bytes());
+    let crc = frame_crc(frame);
+    frame[8..12].copy_from_slice(&crc.to_le_bytes());
+    Ok(frame)
+}
+
+/// Return the length of the frame at the head of `bytes` once its header is there, `None` before.
+///
+/// # Errors
+/// [`FrameError`] if what stands there is not a frame of this version; a stream can't recover from that.
+pub fn frame_len(bytes: &[u8]) -> Result<Option<usize>, FrameError> {
+    let Some(header) = bytes.get(..FRAME_HEADER_LEN) else { return Ok(None) };
+    let magic = u16::from_le_bytes([header[0], header[1]]);
+    if magic != MAGIC {
+        return Err(FrameError::Magic(magic));
+    }
+    let version = u16::from_le_bytes([header[2], header[3]]);
+    if version != VERSION {
+        return Err(FrameError::Version(version));
+    }
+    let len = u32::from_le_bytes([header[4], header[5], header[6], header[7]]) as usize;
+    if len > MAX_MESSAGE_LEN {
+        return Err(FrameError::TooLong { len });
+    }
+    Ok(Some(FRAME_HEADER_LEN + len))
+}
+
+/// Read the message of the frame at the head of `bytes`; `Ok(None)` if more bytes are needed. Returns it with
+/// the frame's length.
+///
+/// # Errors
+/// [`FrameError`] if what stands there is not a frame, is damaged or holds another kind of message.
+pub fn decode<M: DeserializeOwned>(bytes: &[u8]) -> Result<Option<(M, usize)>, FrameError> {
+    let Some(len) = frame_len(bytes)? else { return Ok(None) };
+    let Some(frame) = bytes.get(..len) else { return Ok(None) };
+    let found = u32::from_le_bytes([frame[8], frame[9], frame[10], frame[11]]);
+    let computed = frame_crc(frame);
+    if found != computed {
+        return Err(FrameError::Checksum { found, computed });
+    }
+    let message = postcard::from_bytes(&frame[FRAME_HEADER_LEN..]).map_err(|_| FrameError::Message)?;
+    Ok(Some((message, len)))
+}
+
+/// The checksum in two levels, like the data plane's: over the header up to it, then over the message's own.
+fn frame_crc(frame: &[u8]) -> u32 {
+    let mut bytes = [0; FRAME_HEADER_LEN];
+    bytes[..8].copy_from_slice(&frame[..8]);
+    bytes[8..].copy_from_slice(&crc32c(&frame[FRAME_HEADER_LEN..]).to_le_bytes());
+    crc32c(&bytes)
+}

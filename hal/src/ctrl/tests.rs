@@ -1,0 +1,102 @@
+use super::*;
+use crate::ids::{BootId, ChildIndex, Epoch, GroupId, TreeId};
+use crate::key::GroupSecret;
+use crate::port::Addr;
+use crate::uplink::HopTimers;
+use proptest::prelude::*;
+
+fn group() -> GroupConfig {
+    GroupConfig {
+        group: GroupId(0x1234),
+        tree: TreeId(5),
+        epoch: Epoch { term: 1, counter: 2 },
+        order: Order::TreePairwise,
+        secret: GroupSecret([9; 16]),
+        parent_key: 0x1122_3344_5566_7788,
+        window_max: 32,
+        slots: 64,
+        chunk_len_bytes: 1376,
+        lease_ms: 30_000,
+        timers: HopTimers::DEFAULT.into(),
+    }
+}
+
+fn tree() -> TreeConfig {
+    let addrs = [Addr::Udp("127.0.0.1:4791".parse().unwrap()), Addr::Emu(7)];
+    let parent = NodeParent { data_addrs: addrs.into_iter().collect(), child: ChildIndex(3) };
+    TreeConfig { tree: TreeId(5), parent: Some(parent), children: 200 }
+}
+
+fn frame<M: Serialize>(message: &M) -> Vec<u8> {
+    encode(message, &mut [0; 1024]).unwrap().to_vec()
+}
+
+/// Version 1, byte for byte. A change here is a new version.
+#[test]
+fn golden_bytes_of_version_1() {
+    let install = frame(&Envelope { id: 1, message: Request::InstallTree(tree()) });
+    let create = frame(&Envelope { id: 2, message: Request::CreateGroup(group()) });
+    let refused = frame(&Envelope { id: 2, message: Response::Refused(Refusal::NoSlots { need: 64 }) });
+    let hex = |bytes: &[u8]| bytes.iter().map(|b| format!("{b:02x}")).collect::<String>();
+    assert_eq!(hex(&install), GOLDEN_INSTALL);
+    assert_eq!(hex(&create), GOLDEN_CREATE);
+    assert_eq!(hex(&refused), GOLDEN_REFUSED);
+}
+
+const GOLDEN_INSTALL: &str = "5363010012000000e1333a21010105010200007f000001b725010703c801";
+const GOLDEN_CREATE: &str = "53630100310000008262f5d30203b424050102020909090909090909090909090909090988ef99abc5e88c91112040e00ab0ea01d00fa08d06c096b102";
+const GOLDEN_REFUSED: &str = "53630100040000003fd3efac02020740";
+
+#[test]
+fn messages_round_trip() {
+    let name: Name = "leaf-1".try_into().unwrap();
+    let capabilities = DeviceCapabilities {
+        max_packet_len_bytes: 65507,
+        receive_buffer_bytes: 1 << 22,
+        groups: 16,
+        children: 256,
+        slots: 1024,
+        slot_memory_bytes: 1 << 26,
+        dtypes: 0xffff,
+        ops: 0x1a,
+        collectives: 0x42,
+    };
+    let data_addrs = [Addr::Udp("[::1]:9".parse().unwrap())].into_iter().collect();
+    let announce = Announce { name, boot_id: BootId(7), capabilities, data_addrs };
+    let bytes = frame(&announce);
+    assert_eq!(decode::<Announce>(&bytes).unwrap(), Some((announce, bytes.len())));
+
+    let mut counters = Counters::default();
+    counters.drop_packet(DropReason::QueueFull);
+    let stats = Stats { boot_id: BootId(7), groups: 1, trees: 2, slots_used: 3, slot_memory_used_bytes: 4, counters };
+    let bytes = frame(&Envelope { id: 9, message: Response::Stats(stats) });
+    let (back, _) = decode::<Envelope<Response>>(&bytes).unwrap().unwrap();
+    assert_eq!(back.message, Response::Stats(stats));
+}
+
+#[test]
+fn streams_wait_for_whole_frames_and_damage_is_named() {
+    let good = frame(&Envelope { id: 1, message: Request::Stats });
+    for len in 0..good.len() {
+        assert_eq!(decode::<Envelope<Request>>(&good[..len]), Ok(None), "{len} bytes");
+    }
+    for i in 0..good.len() {
+        let mut bad = good.clone();
+        bad[i] ^= 0x10;
+        let error = decode::<Envelope<Request>>(&bad);
+        // A longer length asks for bytes that never come; everything else is an error at once.
+        assert!(error.is_err() || (4..8).contains(&i) && error == Ok(None), "byte {i}: {error:?}");
+    }
+    assert_eq!(decode::<Envelope<Request>>(&[0; 12]), Err(FrameError::Magic(0)));
+    assert!(matches!(encode(&tree(), &mut [0; 16]), Err(FrameError::Buffer { len: 16 })));
+}
+
+proptest! {
+    #[test]
+    fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        let _ = decode::<Envelope<Request>>(&bytes);
+        let mut framed = frame(&0_u8);
+        framed.extend_from_slice(&bytes);
+        let _ = decode::<Announce>(&framed);
+    }
+}

@@ -1,0 +1,101 @@
+//! Which shard of a node a chunk belongs to, and its number there.
+//!
+//! A device with K workers cuts the sequence into runs of [`RUN`] and deals them out in turn: shard =
+//! (seq / RUN) % K (PROTOCOL 1). Workers share nothing, so none of them needs a lock. Within a shard, seqs are
+//! renumbered without gaps (*local* numbers), so that windows, slot rings and bitmaps are contiguous there.
+
+use crate::ids::ChunkNo;
+
+/// Consecutive seqs that go to one shard.
+pub const RUN: u64 = 16;
+
+/// The most shards of a node.
+pub const MAX_SHARDS: usize = 8;
+
+/// One shard of K.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shard {
+    index: u64,
+    shards: u64,
+}
+
+impl Shard {
+    /// The only shard of an undivided node.
+    pub const WHOLE: Self = Self { index: 0, shards: 1 };
+
+    /// Return shard `index` of `shards`; `None` unless `index < shards <= MAX_SHARDS`.
+    pub const fn new(index: u16, shards: u16) -> Option<Self> {
+        if index < shards && shards as usize <= MAX_SHARDS {
+            Some(Self { index: index as u64, shards: shards as u64 })
+        } else {
+            None
+        }
+    }
+
+    /// Return this shard's index.
+    pub const fn index(self) -> u16 {
+        self.index as u16
+    }
+
+    /// Return the number of shards.
+    pub const fn shards(self) -> u16 {
+        self.shards as u16
+    }
+
+    /// Return the shard index that `seq` belongs to, of `shards`.
+    pub const fn of(seq: ChunkNo, shards: u16) -> u16 {
+        ((seq.0 / RUN) % shards as u64) as u16
+    }
+
+    /// Return the local number of `seq`; `None` if it is another shard's.
+    pub const fn local(self, seq: ChunkNo) -> Option<u64> {
+        if (seq.0 / RUN) % self.shards == self.index { Some(self.below(seq)) } else { None }
+    }
+
+    /// Return how many seqs below `seq` belong to this shard: the local form of a mark (`have`, `stable`).
+    pub const fn below(self, seq: ChunkNo) -> u64 {
+        let (run, rest) = (seq.0 / RUN, seq.0 % RUN);
+        let full = run / self.shards * RUN;
+        let turn = run % self.shards;
+        if turn > self.index {
+            full + RUN
+        } else if turn == self.index {
+            full + rest
+        } else {
+            full
+        }
+    }
+
+    /// Return the seq of a local number, saturating at the end of the numbers.
+    pub const fn global(self, local: u64) -> ChunkNo {
+        let run = (local / RUN).saturating_mul(self.shards).saturating_add(self.index);
+        ChunkNo(run.saturating_mul(RUN).saturating_add(local % RUN))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn local_numbers_are_a_bijection_and_marks_count() {
+        for shards in 1..=MAX_SHARDS as u16 {
+            let mut counts = [0_u64; MAX_SHARDS];
+            for seq in (0..1000).map(ChunkNo) {
+                let owner = Shard::of(seq, shards);
+                for index in 0..shards {
+                    let shard = Shard::new(index, shards).unwrap();
+                    assert_eq!(shard.below(seq), counts[usize::from(index)]);
+                    let local = shard.local(seq);
+                    assert_eq!(local, (index == owner).then_some(counts[usize::from(index)]));
+                    if let Some(local) = local {
+                        assert_eq!(shard.global(local), seq);
+                    }
+                }
+                counts[usize::from(owner)] += 1;
+            }
+        }
+        assert_eq!(Shard::new(1, 1), None);
+        assert_eq!(Shard::new(0, 9), None);
+    }
+}
