@@ -66,6 +66,13 @@ impl Shard {
         }
     }
 
+    /// Return the most seqs of one shard among any `window` consecutive seqs.
+    pub const fn most_within(self, window: u64) -> u64 {
+        let turn = RUN * self.shards;
+        let rest = window % turn;
+        window / turn * RUN + if rest < RUN { rest } else { RUN }
+    }
+
     /// Return the seq of a local number, saturating at the end of the numbers.
     pub const fn global(self, local: u64) -> ChunkNo {
         let run = (local / RUN).saturating_mul(self.shards).saturating_add(self.index);
@@ -97,5 +104,16 @@ mod tests {
         }
         assert_eq!(Shard::new(1, 1), None);
         assert_eq!(Shard::new(0, 9), None);
+    }
+
+    #[test]
+    fn most_within_is_the_maximum_over_all_windows() {
+        for shards in 1..=4 {
+            let shard = Shard::new(0, shards).unwrap();
+            for window in 1..200 {
+                let found = (0..300).map(|from| shard.below(ChunkNo(from + window)) - shard.below(ChunkNo(from)));
+                assert_eq!(shard.most_within(window), found.max().unwrap());
+            }
+        }
     }
 }

@@ -146,7 +146,7 @@ pub struct GroupConfig {
     pub parent_key: u64,
     /// The most contributions that a rank may have in flight, over all shards; at most half the slots.
     pub window_max: u16,
-    /// Slots on this node, over all shards; at least twice the window.
+    /// Slots on this node, in each shard; at least twice what of the window can fall into one shard.
     pub slots: u16,
     /// The payload limit of a packet in this group, in bytes: the smallest of its tree.
     pub chunk_len_bytes: u16,
@@ -159,6 +159,8 @@ pub struct GroupConfig {
 /// What a controller asks of a device.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
+// One message exists at a time, on the control path: its size costs nothing, and a device has no heap to box in.
+#[allow(clippy::large_enum_variant)]
 pub enum Request {
     /// Say who you are, again.
     Hello,

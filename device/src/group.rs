@@ -1,0 +1,183 @@
+//! One aggregation group on one node: its children, its window, its way to the parent.
+
+use crate::memory::Span;
+use crate::sets::SlotSet;
+use core::time::Duration;
+use sumac_hal::ctrl::GroupConfig;
+use sumac_hal::ids::{ChildIndex, ChunkNo};
+use sumac_hal::op::OpDesc;
+use sumac_hal::port::Addr;
+use sumac_hal::time::Instant;
+use sumac_hal::uplink::Uplink;
+use sumac_hal::wire::NakReason;
+
+/// One child of a group. Boards allocate these; their content is the node's.
+#[derive(Debug, Clone, Copy)]
+pub struct Child {
+    pub(crate) key: u64,
+    /// Where its first valid packet came from; replies go only there.
+    pub(crate) addr: Option<Addr>,
+    /// Every seq below is held by everybody at or below it.
+    pub(crate) have: ChunkNo,
+    /// The first local number that it has not contributed to.
+    pub(crate) next_missing: u64,
+    /// The highest local number that it has contributed to, plus one.
+    pub(crate) top: u64,
+    /// Gaps below were asked for already.
+    pub(crate) asked_below: u64,
+    /// Of its last contribution, echoed in what it is told.
+    pub(crate) token: u32,
+    /// Answers that may be sent to it again: one earned by each contribution and each probe, so that nobody is
+    /// sent much more than he sent.
+    pub(crate) credit: u16,
+}
+
+impl Child {
+    /// An entry that nobody uses.
+    pub const EMPTY: Self = Self {
+        key: 0,
+        addr: None,
+        have: ChunkNo(0),
+        next_missing: 0,
+        top: 0,
+        asked_below: 0,
+        token: 0,
+        credit: 0,
+    };
+
+    /// The most credit that it can save up.
+    pub(crate) const CREDIT_MAX: u16 = 64;
+}
+
+/// Why a group is at its end, and from which chunk on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Failure {
+    pub(crate) from: ChunkNo,
+    pub(crate) reason: NakReason,
+    /// For a mismatch: the two operations.
+    pub(crate) ops: Option<(OpDesc, OpDesc)>,
+}
+
+/// The window that answers grant: additive increase, multiplicative decrease (PROTOCOL 3).
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Window {
+    /// In 1/256 of a contribution.
+    q8: u32,
+    max: u32,
+    /// A loss below this local number was answered for.
+    cut_below: u64,
+}
+
+impl Window {
+    pub(crate) fn new(start: usize, max: u16) -> Self {
+        let max = u32::from(max) << 8;
+        let start = u32::try_from(start).unwrap_or(u32::MAX).saturating_mul(256);
+        Self { q8: start.clamp(256, max), max, cut_below: 0 }
+    }
+
+    pub(crate) fn size(&self) -> u16 {
+        (self.q8 >> 8) as u16
+    }
+
+    /// A chunk is complete: one more contribution per window.
+    pub(crate) fn grow(&mut self) {
+        self.q8 = (self.q8 + (256 * 256) / self.q8).min(self.max);
+    }
+
+    /// Chunk `local` got lost while `top` was the highest on its way; true if the window was halved, which
+    /// happens once a window.
+    pub(crate) fn cut(&mut self, local: u64, top: u64) -> bool {
+        if local < self.cut_below {
+            return false;
+        }
+        self.cut_below = top;
+        self.q8 = (self.q8 / 2).max(256);
+        true
+    }
+}
+
+/// The way to the parent.
+#[derive(Debug, Clone)]
+pub(crate) struct Parent {
+    pub(crate) addr: Addr,
+    pub(crate) child: ChildIndex,
+    pub(crate) hop: Uplink,
+    /// The window that it granted last.
+    pub(crate) window: u16,
+    /// The root's `stable`, as it came down last.
+    pub(crate) stable: ChunkNo,
+}
+
+/// One aggregation group. Boards allocate these; their content is the node's.
+#[derive(Debug)]
+pub struct Group {
+    pub(crate) config: GroupConfig,
+    pub(crate) children: Span,
+    pub(crate) slots: Span,
+    pub(crate) bytes: Span,
+    /// Chunk buffers a slot.
+    pub(crate) stages: usize,
+    pub(crate) parent: Option<Parent>,
+    pub(crate) window: Window,
+    /// What of the window can fall into this shard.
+    pub(crate) window_local: u64,
+    /// The least `have` of all children.
+    pub(crate) min_have: ChunkNo,
+    /// All local numbers below are answered here.
+    pub(crate) answered_below: u64,
+    /// The group is at its end, by the root's word or because the way there is lost.
+    pub(crate) failed: Option<Failure>,
+    /// This subtree can't go on; the root has yet to say so.
+    pub(crate) refusal: Option<Failure>,
+    pub(crate) lease_until: Instant,
+    /// Slots with something to send up.
+    pub(crate) up: SlotSet,
+    /// Slots with answers to send down.
+    pub(crate) down: SlotSet,
+    /// What is left of its turn, in bytes (deficit round robin).
+    pub(crate) deficit: usize,
+    /// Sent with contributions, echoed in Naks.
+    pub(crate) token: u32,
+}
+
+impl Group {
+    pub(crate) fn lease(&self) -> Duration {
+        Duration::from_millis(u64::from(self.config.lease_ms))
+    }
+
+    pub(crate) fn has_output(&self) -> bool {
+        !self.up.is_empty() || !self.down.is_empty()
+    }
+
+    /// Return the window to grant: this node's and its parent's, whichever is less.
+    pub(crate) fn granted(&self) -> u16 {
+        let own = self.window.size();
+        self.parent.as_ref().map_or(own, |parent| own.min(parent.window))
+    }
+
+    /// Return what goes down as `stable`: the root's word, or, at the root, the least `have`.
+    pub(crate) fn stable(&self) -> ChunkNo {
+        self.parent.as_ref().map_or(self.min_have, |parent| parent.stable)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn window_grows_by_one_a_window_and_halves_once_a_window() {
+        let mut window = Window::new(8, 64);
+        (0..8).for_each(|_| window.grow());
+        assert!((8..=9).contains(&window.size()));
+        (0..10_000).for_each(|_| window.grow());
+        assert_eq!(window.size(), 64);
+        assert!(window.cut(10, 40));
+        assert!(!window.cut(39, 50), "same window");
+        assert_eq!(window.size(), 32);
+        (0..20).for_each(|i| assert!(window.cut(100 * (i + 1), 100 * (i + 1) + 1)));
+        assert_eq!(window.size(), 1, "never less than one");
+        assert_eq!(Window::new(usize::MAX, 5).size(), 5);
+        assert_eq!(Window::new(0, 5).size(), 1);
+    }
+}

@@ -1,0 +1,343 @@
+//! What comes up: contributions, probes and requests of a group's children (PROTOCOL 1 and 3).
+
+use super::{Live, supported};
+use crate::group::{Child, Failure};
+use crate::order::{Arrived, Input, contribute};
+use crate::slot::State;
+use crate::trace::Trace;
+use sumac_hal::ctrl::DropReason;
+use sumac_hal::ids::{ChildIndex, ChunkNo};
+use sumac_hal::op::OpDesc;
+use sumac_hal::port::Addr;
+use sumac_hal::time::Instant;
+use sumac_hal::uplink::REORDER_TOLERANCE;
+use sumac_hal::wire::{BITMAP_SEQS, Flags, Kind, NakReason, Repr, unpack_op};
+
+impl Live<'_> {
+    /// Take in a packet that claims to come from a child.
+    pub(super) fn handle_child(&mut self, from: Addr, repr: &Repr, payload: &[u8], now: Instant) {
+        let Some(child) = self.admit(from, repr, now) else { return };
+        match repr.kind {
+            Kind::Data | Kind::Empty => self.on_contribution(child, repr, payload, now),
+            Kind::Nak if matches!(repr.reason, Some(NakReason::Mismatch | NakReason::Unsupported)) => {
+                self.on_contribution(child, repr, payload, now);
+            }
+            Kind::Nak if repr.reason == Some(NakReason::Missing) => self.on_result_missing(child, repr),
+            Kind::Probe => self.on_probe(child, repr, now),
+            _ => self.common.drop_packet(DropReason::BadKind),
+        }
+    }
+
+    /// Check that the packet is a child's own, take its `have` and renew the lease; the child's index if so.
+    fn admit(&mut self, from: Addr, repr: &Repr, now: Instant) -> Option<usize> {
+        let index = usize::from(repr.child.0);
+        let Some(child) = self.children.get_mut(index) else {
+            self.common.drop_packet(DropReason::BadChild);
+            return None;
+        };
+        if repr.key != child.key {
+            self.common.drop_packet(DropReason::BadKey);
+            return None;
+        }
+        // `have` counts what was sent down from here: more than that nobody can have.
+        if self.common.config.shard.below(repr.mark) > self.group.answered_below {
+            self.common.drop_packet(DropReason::BadMark);
+            return None;
+        }
+        match child.addr {
+            Some(addr) if addr != from => {
+                self.common.drop_packet(DropReason::BadSource);
+                return None;
+            }
+            Some(_) => {}
+            None => {
+                child.addr = Some(from);
+                let id = self.group.config.group;
+                self.common.trace.record(now, Trace::ChildPinned(id, ChildIndex(index as u16)));
+            }
+        }
+        let was_least = child.have == self.group.min_have;
+        if repr.mark > child.have {
+            child.have = repr.mark;
+            if was_least {
+                let least = self.children.iter().map(|child| child.have).min();
+                self.group.min_have = least.unwrap_or(self.group.min_have);
+            }
+        }
+        self.group.lease_until = now + self.group.lease();
+        Some(index)
+    }
+
+    /// Take in one contribution: Data, Empty, or the Nak of a subtree that has none to give.
+    fn on_contribution(&mut self, child: usize, repr: &Repr, payload: &[u8], now: Instant) {
+        let Some(local) = self.shard().local(repr.seq) else {
+            return self.common.drop_packet(DropReason::BadShard);
+        };
+        // Runs of Empty are not of this version's collectives: a count other than one is a foreign packet.
+        let Some(op) = repr.op_desc().filter(|_| repr.count == 1) else {
+            return self.common.drop_packet(DropReason::BadKind);
+        };
+        if let Some(failure) = self.group.failed.filter(|failure| repr.seq >= failure.from) {
+            let Some(to) = self.children[child].addr else { return };
+            let nak = self.failure_nak(&failure, child, repr.seq, repr.token);
+            return self.common.reply(to, nak);
+        }
+        let have = self.shard().below(self.children[child].have);
+        if local >= have + self.group.window_local {
+            return self.common.drop_packet(DropReason::OverWindow);
+        }
+        let index = self.slot_index(local);
+        let slot = &mut self.slots[index];
+        if !slot.holds(local) {
+            if slot.state != State::Free {
+                if slot.local > local {
+                    return self.common.drop_packet(DropReason::Stale);
+                }
+                let reusable = slot.state == State::Answered
+                    && self.common.config.shard.below(self.group.min_have) > slot.local
+                    && slot.pending.is_empty();
+                if !reusable {
+                    return self.common.drop_packet(DropReason::SlotBusy);
+                }
+            }
+            slot.begin(local, op, repr.signature);
+        }
+        if self.slots[index].bits.contains(child) || self.slots[index].state != State::Filling {
+            return self.common.drop_packet(DropReason::Duplicate);
+        }
+        self.judge(index, child, op, repr, payload, now);
+    }
+
+    /// Combine a contribution that belongs to slot `index` and is not in yet, or refuse the chunk.
+    fn judge(&mut self, index: usize, child: usize, op: OpDesc, repr: &Repr, payload: &[u8], now: Instant) {
+        let slot = &self.slots[index];
+        let first = slot.op;
+        let refusal = if repr.kind == Kind::Nak {
+            let ops = unpack_op(repr.bits2).map(|other| (op, other));
+            Some((repr.reason.unwrap_or(NakReason::Mismatch), ops))
+        } else if repr.signature != slot.signature || op != first {
+            Some((NakReason::Mismatch, Some((first, op))))
+        } else if !supported(&op) {
+            Some((NakReason::Unsupported, Some((op, op))))
+        } else {
+            None
+        };
+        if refusal.is_none() && !self.shape_fits(index, repr, payload) {
+            return self.common.drop_packet(DropReason::BadShape);
+        }
+        self.note_arrival(child, repr);
+        let slot = &mut self.slots[index];
+        let with_data = repr.kind == Kind::Data;
+        slot.mark(child, with_data && refusal.is_none(), repr.flags.contains(Flags::WANT));
+        self.common.counters.contributions += 1;
+        if let Some((reason, ops)) = refusal {
+            self.refuse(index, Failure { from: repr.seq, reason, ops }, now);
+        } else {
+            self.combine(index, child, repr, payload);
+            if self.slots[index].bits.len() == self.children.len() {
+                self.complete(index);
+            }
+        }
+        self.ask_for_gaps(child, now);
+    }
+
+    /// Check a contribution's payload against the slot: whole elements, as many as the others', within a chunk.
+    fn shape_fits(&mut self, index: usize, repr: &Repr, payload: &[u8]) -> bool {
+        let slot = &mut self.slots[index];
+        if repr.kind == Kind::Empty {
+            return payload.is_empty();
+        }
+        let Some(kernel) = slot.kernel() else { return false };
+        let partial = repr.flags.contains(Flags::PARTIAL);
+        let size = if partial { kernel.accumulator() } else { kernel.dtype() }.size_bytes();
+        let elements = payload.len() / size;
+        let limit = usize::from(self.group.config.chunk_len_bytes) / kernel.accumulator().size_bytes();
+        let fits = payload.len() % size == 0 && (1..=limit).contains(&elements);
+        fits && usize::try_from(*slot.elements.get_or_insert(elements as u32)) == Ok(elements)
+    }
+
+    fn combine(&mut self, index: usize, child: usize, repr: &Repr, payload: &[u8]) {
+        let slot = self.slots[index];
+        let Some(kernel) = slot.kernel() else { return };
+        let mut fold_next = slot.fold_next;
+        let order = self.group.config.order;
+        let arrived = Arrived { bits: &slot.bits, data: &slot.data, children: self.children.len(), child };
+        let partial = repr.flags.contains(Flags::PARTIAL);
+        let input = (repr.kind == Kind::Data).then_some(Input { payload, partial });
+        let mut stages = self.stages(index, kernel, slot.elements.unwrap_or(0));
+        contribute(order, kernel, &mut stages, &arrived, input, &mut fold_next);
+        self.slots[index].fold_next = fold_next;
+    }
+
+    /// All children are in: send the partial result up, or, at the root, round it and answer.
+    fn complete(&mut self, index: usize) {
+        self.common.counters.completed += 1;
+        self.group.window.grow();
+        let slot = self.slots[index];
+        let elements = slot.elements.unwrap_or(0);
+        let kernel = slot.kernel().filter(|_| !slot.data.is_empty());
+        let len = kernel.map_or(0, |kernel| elements as usize * kernel.accumulator().size_bytes());
+        self.slots[index].value_len = len as u16;
+        if self.group.parent.is_some() {
+            self.slots[index].state = State::Up;
+            self.group.up.insert(index);
+            return;
+        }
+        if let Some(kernel) = kernel {
+            let stages = self.stages(index, kernel, elements);
+            let len = kernel.finish(&mut stages.bytes[..len], elements as usize);
+            self.slots[index].value_len = len as u16;
+        }
+        self.answer(index);
+    }
+
+    /// The answer of slot `index` is in its stage 0: send it to every child.
+    pub(super) fn answer(&mut self, index: usize) {
+        let slot = &mut self.slots[index];
+        slot.state = State::Answered;
+        slot.value_crc = None;
+        slot.pending = slot.bits;
+        self.group.down.insert(index);
+        self.common.counters.answers += slot.bits.len() as u64;
+        loop {
+            let below = self.group.answered_below;
+            let slot = &self.slots[self.slot_index(below)];
+            if !(slot.holds(below) && slot.state == State::Answered) {
+                break;
+            }
+            self.group.answered_below = below + 1;
+        }
+    }
+
+    /// The chunk can't have a result. Only the root says so to the ranks, so that all hear the same: this node
+    /// sends its Nak up in place of a contribution, or, at the root, fails the group.
+    fn refuse(&mut self, index: usize, failure: Failure, now: Instant) {
+        if self.group.parent.is_none() {
+            return self.fail(failure, now);
+        }
+        let slot = &mut self.slots[index];
+        slot.state = State::Refused;
+        slot.value_len = 0;
+        slot.value_crc = None;
+        self.group.refusal.get_or_insert(failure);
+        self.group.up.insert(index);
+    }
+
+    /// Keep track of what the child has sent, and let it earn an answer.
+    fn note_arrival(&mut self, child: usize, repr: &Repr) {
+        let shard = self.shard();
+        let child = &mut self.children[child];
+        child.token = repr.token;
+        child.credit = (child.credit + 1).min(Child::CREDIT_MAX);
+        child.top = child.top.max(shard.below(repr.seq) + 1);
+    }
+
+    /// Tell whether the child's contribution to `local` is in; what the slot has left behind was.
+    fn is_in(&self, child: usize, local: u64) -> bool {
+        let slot = &self.slots[self.slot_index(local)];
+        slot.state != State::Free && (slot.local > local || (slot.local == local && slot.bits.contains(child)))
+    }
+
+    /// Ask the child for contributions that did not arrive while three later ones did; once each.
+    fn ask_for_gaps(&mut self, child: usize, now: Instant) {
+        while self.children[child].next_missing < self.children[child].top
+            && self.is_in(child, self.children[child].next_missing)
+        {
+            self.children[child].next_missing += 1;
+        }
+        let Child { top, next_missing, asked_below, token, addr, .. } = self.children[child];
+        let mut later = 0;
+        let from = next_missing.max(asked_below);
+        let mut gap_below = from;
+        // From the top down: what has three later ones above it is lost.
+        for local in (from..top).rev() {
+            if self.is_in(child, local) {
+                later += 1;
+            } else if later >= REORDER_TOLERANCE {
+                gap_below = gap_below.max(local + 1);
+            }
+        }
+        let Some(to) = addr.filter(|_| gap_below > from) else { return };
+        self.children[child].asked_below = gap_below;
+        for local in from..gap_below {
+            if self.is_in(child, local) {
+                continue;
+            }
+            let seq = self.shard().global(local);
+            let nak = self.down_header(Kind::Nak, child, seq, token);
+            self.common.reply(to, Repr { reason: Some(NakReason::Missing), ..nak });
+            let id = self.group.config.group;
+            self.common.trace.record(now, Trace::Lost(id, ChildIndex(child as u16), seq));
+            if self.group.window.cut(local, top) {
+                self.common.counters.window_cuts += 1;
+            }
+        }
+    }
+
+    /// Answer a probe: which contributions are in, what is complete; and send again what the child lacks.
+    fn on_probe(&mut self, child: usize, repr: &Repr, now: Instant) {
+        self.common.counters.probes_in += 1;
+        let Some(to) = self.children[child].addr else { return };
+        if let Some(failure) = self.group.failed.filter(|failure| repr.seq >= failure.from) {
+            let nak = self.failure_nak(&failure, child, repr.seq, repr.token);
+            return self.common.reply(to, nak);
+        }
+        let from = self.shard().below(repr.seq);
+        let count = repr.count.min(BITMAP_SEQS);
+        self.children[child].credit = (self.children[child].credit + 1).min(Child::CREDIT_MAX);
+        let (mut bits, mut complete) = (0, 0);
+        for i in 0..u64::from(count) {
+            let local = from.saturating_add(i);
+            let index = self.slot_index(local);
+            bits |= u64::from(self.is_in(child, local)) << i;
+            if self.slots[index].holds(local) && self.slots[index].state == State::Answered {
+                complete |= 1 << i;
+                if repr.bits & (1 << i) == 0 {
+                    self.answer_again(child, index);
+                }
+            }
+        }
+        let status = self.down_header(Kind::Status, child, repr.seq, repr.token);
+        self.common.reply(to, Repr { count, bits, bits2: complete, ..status });
+        self.ask_for_gaps(child, now);
+    }
+
+    /// The child says that an answer did not arrive.
+    fn on_result_missing(&mut self, child: usize, repr: &Repr) {
+        let Some(local) = self.shard().local(repr.seq) else {
+            return self.common.drop_packet(DropReason::BadShard);
+        };
+        let index = self.slot_index(local);
+        if self.slots[index].holds(local) && self.slots[index].state == State::Answered {
+            self.answer_again(child, index);
+        } else {
+            self.common.drop_packet(DropReason::Unexpected);
+        }
+    }
+
+    /// Send the answer of slot `index` to `child` again, if it has the credit and is not about to get it anyway.
+    fn answer_again(&mut self, child: usize, index: usize) {
+        let slot = &mut self.slots[index];
+        if slot.pending.contains(child) || !slot.bits.contains(child) {
+            return;
+        }
+        let Some(left) = self.children[child].credit.checked_sub(1) else { return };
+        self.children[child].credit = left;
+        slot.pending.insert(child);
+        self.group.down.insert(index);
+        self.common.counters.answers_resent += 1;
+    }
+
+    /// Return the header of a packet down to `child`.
+    pub(super) fn down_header(&self, kind: Kind, child: usize, seq: ChunkNo, token: u32) -> Repr {
+        let config = &self.group.config;
+        Repr {
+            seq,
+            count: 1,
+            token,
+            mark: self.group.stable(),
+            window: self.group.granted(),
+            ..Repr::new(kind, config.group, config.epoch, ChildIndex(child as u16), self.children[child].key)
+        }
+    }
+}

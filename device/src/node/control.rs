@@ -1,0 +1,210 @@
+//! Control requests: trees and groups, reserved whole or not at all (PROTOCOL 10).
+
+use super::{Node, tree_is_valid};
+use crate::group::{Child, Group, Parent, Window};
+use crate::memory::{Span, first_fit};
+use crate::sets::{MAX_SLOTS, SlotSet};
+use crate::slot::Slot;
+use crate::trace::Trace;
+use sumac_hal::ctrl::{DeviceCapabilities, GroupConfig, Refusal, Request, Response, Stats, TreeConfig};
+use sumac_hal::ids::{ChildIndex, ChunkNo, GroupId, TreeId};
+use sumac_hal::op::{Collective, Dtype, ReduceOp};
+use sumac_hal::time::Instant;
+use sumac_hal::uplink::{MAX_WINDOW, Uplink};
+use sumac_hal::wire::{HEADER_LEN, MAX_CHILDREN};
+
+/// The smallest chunk: a few elements of the widest type.
+const CHUNK_MIN_BYTES: u16 = 64;
+
+impl Node<'_> {
+    /// Carry out a request. `Hello` is the board's to answer, which knows the device's name.
+    pub fn control(&mut self, request: &Request, now: Instant) -> Response {
+        let done = match request {
+            Request::InstallTree(tree) => self.install_tree(tree),
+            Request::RemoveTree(tree) => self.remove_tree(*tree),
+            Request::CreateGroup(config) => self.create_group(config, now),
+            Request::RenewGroup(group) => self.renew_group(*group, now),
+            Request::ReleaseGroup(group) => self.release_group(*group, now),
+            Request::Stats => return Response::Stats(self.stats()),
+            Request::Reset => {
+                self.storage.groups.fill_with(|| None);
+                self.storage.trees.fill_with(|| None);
+                Ok(())
+            }
+            _ => Err(Refusal::Unknown),
+        };
+        done.map_or_else(Response::Refused, |()| Response::Done)
+    }
+
+    /// Return what this node can do; a board with several shards has several such nodes.
+    pub fn capabilities(&self) -> DeviceCapabilities {
+        fn mask<T: Copy>(all: &[T], number: fn(T) -> u8) -> u32 {
+            all.iter().fold(0, |mask, &item| mask | 1 << number(item))
+        }
+        let narrow = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        DeviceCapabilities {
+            max_packet_len_bytes: narrow(self.common.config.max_packet_len_bytes),
+            receive_buffer_bytes: narrow(self.common.config.receive_buffer_bytes),
+            groups: self.storage.groups.len().min(usize::from(u16::MAX)) as u16,
+            children: self.storage.children.len().min(MAX_CHILDREN) as u16,
+            slots: narrow(self.storage.slots.len()),
+            slot_memory_bytes: self.storage.bytes.len() as u64,
+            dtypes: mask(Dtype::ALL, Dtype::to_wire),
+            ops: mask(ReduceOp::ALL, ReduceOp::to_wire),
+            collectives: mask(Collective::ALL, Collective::to_wire),
+        }
+    }
+
+    /// Return what is in use and what was counted.
+    pub fn stats(&self) -> Stats {
+        let groups = self.storage.groups.iter().flatten();
+        Stats {
+            boot_id: self.common.config.boot_id,
+            groups: groups.clone().count() as u16,
+            trees: self.storage.trees.iter().flatten().count() as u16,
+            slots_used: groups.clone().map(|group| group.slots.len as u32).sum(),
+            slot_memory_used_bytes: groups.map(|group| group.bytes.len as u64).sum(),
+            counters: self.common.counters,
+        }
+    }
+
+    fn install_tree(&mut self, tree: &TreeConfig) -> Result<(), Refusal> {
+        let limit = self.capabilities().children;
+        if !tree_is_valid(tree) || tree.children > limit {
+            return Err(Refusal::Children { children: tree.children, limit });
+        }
+        let own = self.common.config.shard.shards();
+        if let Some(parent) = &tree.parent {
+            let shards = parent.data_addrs.len() as u16;
+            if shards != own {
+                return Err(Refusal::Shards { parent: shards, own });
+            }
+        }
+        if self.tree_in_use(tree.tree) {
+            return Err(Refusal::TreeInUse(tree.tree));
+        }
+        let trees = &mut self.storage.trees;
+        let known = trees.iter().position(|entry| entry.as_ref().is_some_and(|entry| entry.tree == tree.tree));
+        let limit = trees.len() as u16;
+        let free = known.or_else(|| trees.iter().position(Option::is_none)).ok_or(Refusal::NoEntry { limit })?;
+        trees[free] = Some(tree.clone());
+        Ok(())
+    }
+
+    fn remove_tree(&mut self, tree: TreeId) -> Result<(), Refusal> {
+        if self.tree_in_use(tree) {
+            return Err(Refusal::TreeInUse(tree));
+        }
+        let entries = &mut self.storage.trees;
+        let entry = entries.iter_mut().find(|entry| entry.as_ref().is_some_and(|entry| entry.tree == tree));
+        *entry.ok_or(Refusal::NoTree(tree))? = None;
+        Ok(())
+    }
+
+    fn tree_in_use(&self, tree: TreeId) -> bool {
+        self.storage.groups.iter().flatten().any(|group| group.config.tree == tree)
+    }
+
+    fn renew_group(&mut self, id: GroupId, now: Instant) -> Result<(), Refusal> {
+        let index = self.find(id).ok_or(Refusal::NoGroup(id))?;
+        if let Some(group) = &mut self.storage.groups[index] {
+            group.lease_until = now + group.lease();
+        }
+        Ok(())
+    }
+
+    fn release_group(&mut self, id: GroupId, now: Instant) -> Result<(), Refusal> {
+        let index = self.find(id).ok_or(Refusal::NoGroup(id))?;
+        self.storage.groups[index] = None;
+        self.common.trace.record(now, Trace::GroupReleased(id));
+        Ok(())
+    }
+
+    fn create_group(&mut self, config: &GroupConfig, now: Instant) -> Result<(), Refusal> {
+        if self.find(config.group).is_some() {
+            return Err(Refusal::GroupExists(config.group));
+        }
+        let trees = self.storage.trees.iter().flatten();
+        let tree = trees.clone().find(|tree| tree.tree == config.tree).ok_or(Refusal::NoTree(config.tree))?.clone();
+        let limit = self.storage.groups.len() as u16;
+        let entry = self.storage.groups.iter().position(Option::is_none).ok_or(Refusal::NoEntry { limit })?;
+        self.check_sizes(config)?;
+
+        let stages = config.order.stages(tree.children);
+        let chunk = usize::from(config.chunk_len_bytes);
+        let need = usize::from(config.slots) * stages * chunk;
+        let used = self.storage.groups.iter().flatten();
+        let children = first_fit(
+            used.clone().map(|group| group.children),
+            usize::from(tree.children),
+            self.storage.children.len(),
+        )
+        .ok_or(Refusal::NoChildren { need: u32::from(tree.children) })?;
+        let slots =
+            first_fit(used.clone().map(|group| group.slots), usize::from(config.slots), self.storage.slots.len())
+                .ok_or(Refusal::NoSlots { need: u32::from(config.slots) })?;
+        let bytes = first_fit(used.map(|group| group.bytes), need, self.storage.bytes.len())
+            .ok_or(Refusal::NoMemory { need: need as u64 })?;
+
+        // Everything fits: from here on nothing fails.
+        for (i, child) in self.storage.children[children.range()].iter_mut().enumerate() {
+            let key = config.secret.child_key(config.group, config.epoch, ChildIndex(i as u16));
+            *child = Child { key, ..Child::EMPTY };
+        }
+        self.storage.slots[slots.range()].fill(Slot::EMPTY);
+        self.storage.groups[entry] = Some(self.new_group(config, &tree, [children, slots, bytes], now));
+        self.common.trace.record(now, Trace::GroupCreated(config.group));
+        Ok(())
+    }
+
+    fn check_sizes(&self, config: &GroupConfig) -> Result<(), Refusal> {
+        let (window, slots) = (config.window_max, config.slots);
+        let local = self.common.config.shard.most_within(u64::from(window));
+        let enough = 2 * local <= u64::from(slots) && usize::from(slots) <= MAX_SLOTS;
+        if window == 0 || u64::from(window) > MAX_WINDOW || !enough {
+            return Err(Refusal::Window { window, slots });
+        }
+        let chunk_len_bytes = config.chunk_len_bytes;
+        let limit = self.common.config.max_packet_len_bytes.saturating_sub(HEADER_LEN);
+        if chunk_len_bytes < CHUNK_MIN_BYTES || chunk_len_bytes % 16 != 0 || usize::from(chunk_len_bytes) > limit {
+            return Err(Refusal::Chunk { chunk_len_bytes, limit: limit as u32 });
+        }
+        Ok(())
+    }
+
+    fn new_group(&self, config: &GroupConfig, tree: &TreeConfig, spans: [Span; 3], now: Instant) -> Group {
+        let [children, slots, bytes] = spans;
+        let shard = self.common.config.shard;
+        // Differs from life to life and from epoch to epoch, so that an old packet's token is not echoed anew.
+        let token = (self.common.config.boot_id.0 as u32) ^ config.epoch.to_bits() ^ config.group.0.rotate_left(16);
+        let parent = tree.parent.as_ref().map(|parent| Parent {
+            addr: parent.data_addrs[usize::from(shard.index())],
+            child: parent.child,
+            hop: Uplink::new(config.timers.into(), token ^ 1),
+            window: config.window_max,
+            stable: ChunkNo(0),
+        });
+        let packet = usize::from(config.chunk_len_bytes) + HEADER_LEN;
+        let start = self.common.config.receive_buffer_bytes / (children.len * packet);
+        let lease = core::time::Duration::from_millis(u64::from(config.lease_ms));
+        Group {
+            config: *config,
+            children,
+            slots,
+            bytes,
+            stages: config.order.stages(tree.children),
+            parent,
+            window: Window::new(start, config.window_max),
+            window_local: shard.most_within(u64::from(config.window_max)),
+            min_have: ChunkNo(0),
+            answered_below: 0,
+            failed: None,
+            refusal: None,
+            lease_until: now + lease,
+            up: SlotSet::EMPTY,
+            down: SlotSet::EMPTY,
+            deficit: 0,
+            token,
+        }
+    }
+}

@@ -1,0 +1,379 @@
+//! The sans-I/O core of a device: packets and time in; packets, events and deadlines out.
+//!
+//! One [`Node`] is one shard: it owns its tables, so two of them need no lock. The five verbs are
+//! [`Node::handle`], [`Node::handle_timeout`], [`Node::poll_transmit`], [`Node::poll_timeout`] and
+//! [`Node::poll_event`]; after the first two, call `poll_transmit` until it returns `None`. Control requests
+//! come in through [`Node::control`].
+//!
+//! Where the rules of PROTOCOL live: `child.rs` (contributions, probes: sections 1 to 3), `parent.rs` (answers
+//! and the way up), `transmit.rs` (what leaves, in which order: deficit round robin over groups), `control.rs`
+//! (groups, reserved whole or not at all).
+//!
+//! Invariants:
+//! - nothing that a peer writes is trusted: each field is checked before use, and what fails is dropped and
+//!   counted by [`DropReason`]; no packet can panic a node;
+//! - the work of each call is bounded: by the window for one packet, by the tables for a timeout;
+//! - every queue has a limit, and what does not fit is dropped, counted, and asked for again by its owner.
+//!
+//! One rule goes beyond PROTOCOL 10's "replies are never larger than the request": a lost Result is sent again
+//! to a child that asks with a header-sized Probe or Nak. The child is authenticated by key, pinned to its
+//! address, and has credit for each contribution and probe of its own, so a node can't be made to amplify
+//! towards others and sends about as many results as it got contributions.
+
+mod child;
+mod control;
+mod parent;
+mod transmit;
+
+use crate::group::{Child, Failure, Group};
+use crate::memory::Storage;
+use crate::order::Stages;
+use crate::sets::MAX_SLOTS;
+use crate::slot::{Slot, State};
+use crate::trace::{Trace, TraceRing};
+use core::time::Duration;
+use heapless::Deque;
+use sumac_hal::ctrl::{Counters, DropReason, TreeConfig};
+use sumac_hal::ids::{BootId, ChildIndex, ChunkNo, GroupId};
+use sumac_hal::op::{Collective, OpDesc};
+use sumac_hal::port::Addr;
+use sumac_hal::reduce::Kernel;
+use sumac_hal::shard::Shard;
+use sumac_hal::time::Instant;
+use sumac_hal::wire::{Kind, NakReason, Packet, Repr, pack_op};
+
+/// The most replies (Status, Nak, Probe) that wait to be sent.
+pub const MAX_REPLIES: usize = 64;
+
+/// The most events that wait for the board.
+pub const MAX_EVENTS: usize = 16;
+
+/// Replies a millisecond to packets of no known group or of another epoch.
+const STRANGER_REPLIES_PER_MS: u8 = 16;
+
+/// What a board tells its node.
+#[derive(Debug, Clone, Copy)]
+pub struct NodeConfig {
+    /// Which shard of the device this is.
+    pub shard: Shard,
+    /// The device's life.
+    pub boot_id: BootId,
+    /// The longest packet of its port in bytes.
+    pub max_packet_len_bytes: usize,
+    /// What its port buffers in bytes: a group's window starts where all children together fill it.
+    pub receive_buffer_bytes: usize,
+}
+
+/// A packet to send: the first `len_bytes` of the buffer given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Transmit {
+    /// To whom.
+    pub to: Addr,
+    /// How long it is.
+    pub len_bytes: usize,
+}
+
+/// Something that the board may want to know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Event {
+    /// A group's lease ran out; it is gone.
+    LeaseExpired(GroupId),
+    /// A group can't go on from this chunk.
+    GroupFailed {
+        /// The group.
+        group: GroupId,
+        /// The first chunk that has no result.
+        from: ChunkNo,
+        /// Why.
+        reason: NakReason,
+    },
+}
+
+/// A header to be sent.
+#[derive(Debug, Clone, Copy)]
+struct Reply {
+    to: Addr,
+    repr: Repr,
+}
+
+/// The parts of a node that serve all groups.
+#[derive(Debug)]
+struct Common {
+    config: NodeConfig,
+    counters: Counters,
+    trace: TraceRing,
+    replies: Deque<Reply, MAX_REPLIES>,
+    events: Deque<Event, MAX_EVENTS>,
+}
+
+impl Common {
+    fn drop_packet(&mut self, reason: DropReason) {
+        self.counters.drop_packet(reason);
+    }
+
+    fn reply(&mut self, to: Addr, repr: Repr) {
+        if self.replies.push_back(Reply { to, repr }).is_err() {
+            self.drop_packet(DropReason::QueueFull);
+        } else if repr.kind == Kind::Nak {
+            self.counters.naks += 1;
+        }
+    }
+
+    /// Note an event; the board sees the newest ones if it does not look.
+    fn event(&mut self, event: Event) {
+        if self.events.is_full() {
+            self.events.pop_front();
+        }
+        // There is room now.
+        let _ = self.events.push_back(event);
+    }
+}
+
+/// The sans-I/O core of one shard of a device.
+#[derive(Debug)]
+pub struct Node<'m> {
+    storage: Storage<'m>,
+    common: Common,
+    /// Whose turn it is to send.
+    turn: usize,
+    stranger_replies: u8,
+    stranger_refill_at: Instant,
+}
+
+/// One group with its entries of the tables: what most rules work on.
+struct Live<'a> {
+    group: &'a mut Group,
+    children: &'a mut [Child],
+    slots: &'a mut [Slot],
+    bytes: &'a mut [u8],
+    common: &'a mut Common,
+}
+
+impl<'m> Node<'m> {
+    /// Return a node without groups, in storage that the board supplies.
+    pub fn new(config: NodeConfig, storage: Storage<'m>) -> Self {
+        let common = Common {
+            config,
+            counters: Counters::default(),
+            trace: TraceRing::new(),
+            replies: Deque::new(),
+            events: Deque::new(),
+        };
+        Self { storage, common, turn: 0, stranger_replies: 0, stranger_refill_at: Instant::ZERO }
+    }
+
+    /// Take in a packet that arrived at `now` from `from`.
+    pub fn handle(&mut self, from: Addr, packet: &[u8], now: Instant) {
+        self.common.counters.packets_in += 1;
+        self.common.counters.bytes_in += packet.len() as u64;
+        let Ok(packet) = Packet::new_checked(packet) else {
+            return self.common.drop_packet(DropReason::Malformed);
+        };
+        let Ok(repr) = Repr::parse(&packet) else {
+            return self.common.drop_packet(DropReason::Malformed);
+        };
+        let Some(index) = self.find(repr.group) else {
+            self.common.drop_packet(DropReason::UnknownGroup);
+            return self.answer_stranger(from, &repr, NakReason::UnknownGroup, now);
+        };
+        let Some(mut live) = self.live(index) else { return };
+        if repr.epoch != live.group.config.epoch {
+            live.common.drop_packet(DropReason::WrongEpoch);
+            return self.answer_stranger(from, &repr, NakReason::WrongEpoch, now);
+        }
+        if live.is_parent(from, &repr) {
+            live.handle_parent(&repr, packet.payload(), now);
+        } else {
+            live.handle_child(from, &repr, packet.payload(), now);
+        }
+    }
+
+    /// Do what is due at `now`: probes, dead hops, leases.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        for index in 0..self.storage.groups.len() {
+            let Some(mut live) = self.live(index) else { continue };
+            if now >= live.group.lease_until {
+                let id = live.group.config.group;
+                live.common.counters.leases_expired += 1;
+                live.common.trace.record(now, Trace::LeaseExpired(id));
+                live.common.event(Event::LeaseExpired(id));
+                self.storage.groups[index] = None;
+            } else {
+                live.poll_parent(now);
+            }
+        }
+    }
+
+    /// Return where the next packet goes, if there is one: for ports that want to know before it is written.
+    /// Nothing is sent by asking; the next [`Node::poll_transmit`] writes that packet, unless something was
+    /// handled in between.
+    pub fn poll_destination(&mut self) -> Option<Addr> {
+        if let Some(reply) = self.common.replies.front() {
+            return Some(reply.to);
+        }
+        let turn = self.take_turn()?;
+        self.live(turn)?.destination()
+    }
+
+    /// Write the next packet to `buffer`, which has room for the port's longest; `None` if there is none.
+    ///
+    /// Call it after each `handle` and `handle_timeout` until it returns `None` (or the port is full: then go on
+    /// later).
+    pub fn poll_transmit(&mut self, buffer: &mut [u8], now: Instant) -> Option<Transmit> {
+        let sent = self.next_reply(buffer).or_else(|| self.next_in_turn(buffer, now))?;
+        self.common.counters.packets_out += 1;
+        self.common.counters.bytes_out += sent.len_bytes as u64;
+        Some(sent)
+    }
+
+    /// Return when [`Node::handle_timeout`] is to be called next, if nothing arrives before.
+    pub fn poll_timeout(&self) -> Option<Instant> {
+        let groups = self.storage.groups.iter().flatten();
+        groups
+            .map(|group| {
+                let hop = group.parent.as_ref().filter(|_| group.failed.is_none());
+                hop.and_then(|parent| parent.hop.timeout()).map_or(group.lease_until, |at| at.min(group.lease_until))
+            })
+            .min()
+    }
+
+    /// Return the next event.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        self.common.events.pop_front()
+    }
+
+    /// Return what was counted since boot.
+    pub fn counters(&self) -> &Counters {
+        &self.common.counters
+    }
+
+    /// Return the trace of what was rare.
+    pub fn trace(&self) -> &TraceRing {
+        &self.common.trace
+    }
+
+    fn find(&self, id: GroupId) -> Option<usize> {
+        self.storage.groups.iter().position(|group| group.as_ref().is_some_and(|group| group.config.group == id))
+    }
+
+    fn live(&mut self, index: usize) -> Option<Live<'_>> {
+        let group = self.storage.groups[index].as_mut()?;
+        Some(Live {
+            children: &mut self.storage.children[group.children.range()],
+            slots: &mut self.storage.slots[group.slots.range()],
+            bytes: &mut self.storage.bytes[group.bytes.range()],
+            group,
+            common: &mut self.common,
+        })
+    }
+
+    /// Tell the sender of an upward packet that can't be taken why. Nothing in it is authenticated, so the
+    /// answer is a header that echoes what the sender can recognise, and their rate is limited.
+    fn answer_stranger(&mut self, to: Addr, repr: &Repr, reason: NakReason, now: Instant) {
+        if !matches!(repr.kind, Kind::Data | Kind::Ref | Kind::Empty | Kind::Probe) {
+            return;
+        }
+        if now >= self.stranger_refill_at {
+            self.stranger_replies = STRANGER_REPLIES_PER_MS;
+            self.stranger_refill_at = now + Duration::from_millis(1);
+        }
+        let Some(left) = self.stranger_replies.checked_sub(1) else { return };
+        self.stranger_replies = left;
+        let nak = Repr {
+            reason: Some(reason),
+            seq: repr.seq,
+            count: repr.count,
+            token: repr.token,
+            ..Repr::new(Kind::Nak, repr.group, repr.epoch, repr.child, repr.key)
+        };
+        self.common.reply(to, nak);
+    }
+}
+
+impl Live<'_> {
+    fn shard(&self) -> Shard {
+        self.common.config.shard
+    }
+
+    fn slot_index(&self, local: u64) -> usize {
+        debug_assert!(self.slots.len() <= MAX_SLOTS);
+        (local % self.slots.len() as u64) as usize
+    }
+
+    /// Return the chunk buffers of slot `index` while it works on `elements`.
+    fn stages(&mut self, index: usize, kernel: Kernel, elements: u32) -> Stages<'_> {
+        let stride = usize::from(self.group.config.chunk_len_bytes);
+        let slot_len = stride * self.group.stages;
+        let bytes = &mut self.bytes[index * slot_len..][..slot_len];
+        Stages { bytes, stride, len: elements as usize * kernel.accumulator().size_bytes() }
+    }
+
+    /// Return the start of slot `index`'s buffers: where its value lies.
+    fn value(&self, index: usize) -> &[u8] {
+        let slot_len = usize::from(self.group.config.chunk_len_bytes) * self.group.stages;
+        &self.bytes[index * slot_len..][..usize::from(self.slots[index].value_len)]
+    }
+
+    /// The group can't go on from `failure.from`: tell every child that waits for this or a later chunk. Who
+    /// contributes later is told then.
+    fn fail(&mut self, failure: Failure, now: Instant) {
+        if self.group.failed.is_some_and(|earlier| earlier.from <= failure.from) {
+            return;
+        }
+        self.group.failed = Some(failure);
+        let id = self.group.config.group;
+        self.common.trace.record(now, Trace::Failed(id, failure.from, failure.reason));
+        self.common.event(Event::GroupFailed { group: id, from: failure.from, reason: failure.reason });
+        let from = self.shard().below(failure.from);
+        for index in 0..self.slots.len() {
+            let slot = &mut self.slots[index];
+            if slot.local >= from && matches!(slot.state, State::Filling | State::Up | State::Refused) {
+                slot.pending = slot.bits;
+                if !slot.pending.is_empty() {
+                    self.group.down.insert(index);
+                }
+                self.group.up.remove(index);
+            }
+        }
+    }
+
+    /// Return the Nak that tells a child of `failure`.
+    fn failure_nak(&self, failure: &Failure, child: usize, seq: ChunkNo, token: u32) -> Repr {
+        let config = &self.group.config;
+        let mut nak = Repr {
+            reason: Some(failure.reason),
+            seq,
+            count: 1,
+            token,
+            mark: self.group.stable(),
+            ..Repr::new(Kind::Nak, config.group, config.epoch, ChildIndex(child as u16), self.children[child].key)
+        };
+        put_ops(&mut nak, failure.ops);
+        nak
+    }
+}
+
+/// Write the two operations of a mismatch into a Nak: the first into the header's fields, the other packed.
+fn put_ops(nak: &mut Repr, ops: Option<(OpDesc, OpDesc)>) {
+    let Some((first, other)) = ops else { return };
+    nak.collective = Some(first.collective);
+    nak.dtype = first.dtype;
+    nak.op = first.op;
+    nak.bits = first.count;
+    nak.bits2 = pack_op(&other);
+}
+
+/// Tell whether a tree can be kept: used by control, stated here beside what relies on it.
+fn tree_is_valid(tree: &TreeConfig) -> bool {
+    (1..=sumac_hal::wire::MAX_CHILDREN as u16).contains(&tree.children)
+}
+
+/// Tell whether this node can do an operation.
+fn supported(op: &OpDesc) -> bool {
+    match op.collective {
+        Collective::Barrier => op.dtype.is_none() && op.op.is_none(),
+        Collective::AllReduce => matches!((op.dtype, op.op), (Some(dtype), Some(op)) if Kernel::new(dtype, op).is_some()),
+        _ => false,
+    }
+}

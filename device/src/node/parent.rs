@@ -1,0 +1,167 @@
+//! What comes down from the parent, and what this node asks of it (PROTOCOL 3): to its parent a node is a child
+//! like a rank, and runs the same [`Uplink`](sumac_hal::uplink::Uplink).
+
+use super::{Live, Reply};
+use crate::group::{Failure, Parent};
+use crate::slot::State;
+use sumac_hal::ctrl::DropReason;
+use sumac_hal::ids::ChunkNo;
+use sumac_hal::port::Addr;
+use sumac_hal::time::Instant;
+use sumac_hal::wire::{Kind, NakReason, Repr, unpack_op};
+
+impl Live<'_> {
+    /// Tell whether a packet comes from the parent of this group, on this node's own link.
+    pub(super) fn is_parent(&self, from: Addr, repr: &Repr) -> bool {
+        self.group.parent.as_ref().is_some_and(|parent| {
+            parent.addr == from && parent.child == repr.child && repr.key == self.group.config.parent_key
+        })
+    }
+
+    /// Take in a packet from the parent.
+    pub(super) fn handle_parent(&mut self, repr: &Repr, payload: &[u8], now: Instant) {
+        self.group.lease_until = now + self.group.lease();
+        if let Some(parent) = self.group.parent.as_mut() {
+            parent.stable = parent.stable.max(repr.mark);
+            if repr.window > 0 {
+                parent.window = repr.window;
+            }
+        }
+        match (repr.kind, repr.reason) {
+            (Kind::Result | Kind::Done, _) => self.on_answer(repr, payload, now),
+            (Kind::Status, _) => self.on_status(repr, now),
+            (Kind::Nak, Some(reason)) => self.on_nak(reason, repr, now),
+            _ => self.common.drop_packet(DropReason::BadKind),
+        }
+    }
+
+    fn on_answer(&mut self, repr: &Repr, payload: &[u8], now: Instant) {
+        let Some(local) = self.shard().local(repr.seq) else {
+            return self.common.drop_packet(DropReason::BadShard);
+        };
+        let index = self.slot_index(local);
+        let slot = &self.slots[index];
+        if !slot.holds(local) {
+            return self.common.drop_packet(DropReason::Stale);
+        }
+        if slot.state != State::Up {
+            let duplicate = slot.state == State::Answered;
+            let reason = if duplicate { DropReason::Duplicate } else { DropReason::Unexpected };
+            return self.common.drop_packet(reason);
+        }
+        let size = slot.op.dtype.map_or(0, |dtype| dtype.size_bytes());
+        let expected = slot.elements.map_or(payload.len(), |elements| elements as usize * size);
+        let limit = usize::from(self.group.config.chunk_len_bytes);
+        let fits = match repr.kind {
+            Kind::Result => payload.len() == expected && (1..=limit).contains(&payload.len()),
+            _ => payload.is_empty(),
+        };
+        if !fits {
+            return self.common.drop_packet(DropReason::BadShape);
+        }
+        if let Some(Parent { hop, .. }) = &mut self.group.parent {
+            hop.on_answer(local, now);
+        }
+        let slot_len = limit * self.group.stages;
+        self.bytes[index * slot_len..][..payload.len()].copy_from_slice(payload);
+        self.slots[index].value_len = payload.len() as u16;
+        self.group.up.remove(index);
+        self.answer(index);
+        self.ask_parent_for_gaps();
+    }
+
+    fn ask_parent_for_gaps(&mut self) {
+        while let Some(Parent { hop, .. }) = &mut self.group.parent {
+            let Some(local) = hop.next_gap() else { return };
+            let seq = self.shard().global(local);
+            let token = self.group.token;
+            self.send_up(Repr { reason: Some(NakReason::Missing), ..self.up_header(Kind::Nak, seq, token) });
+        }
+    }
+
+    fn on_status(&mut self, repr: &Repr, now: Instant) {
+        let from = self.shard().below(repr.seq);
+        let Live { group, slots, common, .. } = self;
+        let Some(Parent { hop, .. }) = &mut group.parent else { return };
+        let up = &mut group.up;
+        let known = hop.on_status(repr.token, from, repr.bits, now, |local| {
+            let index = (local % slots.len() as u64) as usize;
+            if slots[index].holds(local) && matches!(slots[index].state, State::Up | State::Refused) {
+                up.insert(index);
+                common.counters.contributions_resent += 1;
+            }
+        });
+        if !known {
+            common.drop_packet(DropReason::Unexpected);
+        }
+    }
+
+    fn on_nak(&mut self, reason: NakReason, repr: &Repr, now: Instant) {
+        let Some(Parent { hop, .. }) = &mut self.group.parent else { return };
+        // Only what echoes a token of ours speaks of this life of the group (PROTOCOL 4).
+        if repr.token != self.group.token && !hop.is_probe_token(repr.token) {
+            return self.common.drop_packet(DropReason::Unexpected);
+        }
+        hop.on_heard(now);
+        match reason {
+            NakReason::Missing | NakReason::Resend => self.contribute_again(repr.seq),
+            NakReason::WrongEpoch | NakReason::UnknownGroup => {
+                self.fail(Failure { from: repr.seq, reason: NakReason::PathLost, ops: None }, now);
+            }
+            NakReason::Mismatch | NakReason::Unsupported | NakReason::PathLost => {
+                let ops = repr.op_desc().zip(unpack_op(repr.bits2));
+                self.fail(Failure { from: repr.seq, reason, ops }, now);
+            }
+            _ => self.common.drop_packet(DropReason::BadKind),
+        }
+    }
+
+    fn contribute_again(&mut self, seq: ChunkNo) {
+        let Some(local) = self.shard().local(seq) else {
+            return self.common.drop_packet(DropReason::BadShard);
+        };
+        let index = self.slot_index(local);
+        let slot = &self.slots[index];
+        if slot.holds(local) && matches!(slot.state, State::Up | State::Refused) {
+            self.group.up.insert(index);
+            self.common.counters.contributions_resent += 1;
+        }
+    }
+
+    /// Do what is due on the way to the parent: probe, or give it up.
+    pub(super) fn poll_parent(&mut self, now: Instant) {
+        if self.group.failed.is_some() {
+            return;
+        }
+        let shard = self.shard();
+        let Some(Parent { hop, .. }) = &mut self.group.parent else { return };
+        if hop.is_dead(now) {
+            let from = shard.global(hop.answered_below());
+            return self.fail(Failure { from, reason: NakReason::PathLost, ops: None }, now);
+        }
+        let Some(probe) = hop.poll_probe(now) else { return };
+        let header = self.up_header(Kind::Probe, shard.global(probe.from), probe.token);
+        self.common.counters.probes_out += 1;
+        self.send_up(Repr { count: probe.count, bits: probe.held, ..header });
+    }
+
+    /// Return the header of a packet up to the parent.
+    pub(super) fn up_header(&self, kind: Kind, seq: ChunkNo, token: u32) -> Repr {
+        let config = &self.group.config;
+        let child = self.group.parent.as_ref().map(|parent| parent.child).unwrap_or_default();
+        Repr {
+            seq,
+            count: 1,
+            token,
+            mark: self.group.min_have,
+            ..Repr::new(kind, config.group, config.epoch, child, config.parent_key)
+        }
+    }
+
+    fn send_up(&mut self, repr: Repr) {
+        if let Some(parent) = &self.group.parent {
+            let Reply { to, repr } = Reply { to: parent.addr, repr };
+            self.common.reply(to, repr);
+        }
+    }
+}

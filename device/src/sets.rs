@@ -1,0 +1,105 @@
+//! Bitmaps of children and of slots.
+
+/// A set of the numbers 0 .. 64 x `WORDS`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Bits<const WORDS: usize> {
+    words: [u64; WORDS],
+}
+
+/// A set of children: up to 256 a node.
+pub(crate) type ChildSet = Bits<{ sumac_hal::wire::MAX_CHILDREN / 64 }>;
+
+/// A set of a group's slots: up to twice the largest window.
+pub(crate) type SlotSet = Bits<{ MAX_SLOTS / 64 }>;
+
+/// The most slots that one group can have in a shard.
+pub(crate) const MAX_SLOTS: usize = 2 * sumac_hal::uplink::MAX_WINDOW as usize;
+
+impl<const WORDS: usize> Bits<WORDS> {
+    pub(crate) const EMPTY: Self = Self { words: [0; WORDS] };
+
+    pub(crate) fn insert(&mut self, n: usize) {
+        self.words[n / 64] |= 1 << (n % 64);
+    }
+
+    pub(crate) fn remove(&mut self, n: usize) {
+        self.words[n / 64] &= !(1 << (n % 64));
+    }
+
+    pub(crate) fn contains(&self, n: usize) -> bool {
+        self.words[n / 64] & (1 << (n % 64)) != 0
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.words.iter().all(|&word| word == 0)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.words.iter().map(|word| word.count_ones() as usize).sum()
+    }
+
+    /// Return the smallest member.
+    pub(crate) fn first(&self) -> Option<usize> {
+        let i = self.words.iter().position(|&word| word != 0)?;
+        Some(i * 64 + self.words[i].trailing_zeros() as usize)
+    }
+
+    /// Return the smallest member that is at least `from`, else the smallest of all.
+    pub(crate) fn first_from(&self, from: usize) -> Option<usize> {
+        let start = from / 64 % WORDS;
+        let above = self.words[start] & (u64::MAX << (from % 64));
+        if above != 0 {
+            return Some(start * 64 + above.trailing_zeros() as usize);
+        }
+        let rest = (start + 1..WORDS).find(|&i| self.words[i] != 0);
+        rest.map(|i| i * 64 + self.words[i].trailing_zeros() as usize).or_else(|| self.first())
+    }
+
+    /// Count the members in `start..end`.
+    pub(crate) fn count_in(&self, start: usize, end: usize) -> usize {
+        (0..WORDS)
+            .map(|i| {
+                let (low, high) = (start.max(i * 64), end.min(i * 64 + 64));
+                if low >= high {
+                    return 0;
+                }
+                let width = high - low;
+                let mask = if width == 64 { u64::MAX } else { ((1 << width) - 1) << (low % 64) };
+                (self.words[i] & mask).count_ones() as usize
+            })
+            .sum()
+    }
+
+    /// Tell whether all of `start..end` are members.
+    pub(crate) fn has_all(&self, start: usize, end: usize) -> bool {
+        self.count_in(start, end) == end - start
+    }
+
+    /// Tell whether any of `start..end` is a member.
+    pub(crate) fn has_any(&self, start: usize, end: usize) -> bool {
+        self.count_in(start, end) != 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    proptest! {
+        #[test]
+        fn matches_a_set(members in prop::collection::btree_set(0_usize..256, 0..80), start in 0_usize..256, len in 0_usize..200, from in 0_usize..256) {
+            let mut bits = ChildSet::EMPTY;
+            members.iter().for_each(|&n| bits.insert(n));
+            let end = (start + len).min(256);
+            prop_assert_eq!(bits.count_in(start, end), members.range(start..end).count());
+            prop_assert_eq!(bits.first(), members.first().copied());
+            prop_assert_eq!(bits.first_from(from), members.range(from..).next().or(members.first()).copied());
+            prop_assert_eq!(bits.len(), members.len());
+            let rest: BTreeSet<_> = members.iter().copied().filter(|n| n % 2 == 0).collect();
+            members.iter().filter(|&n| n % 2 == 1).for_each(|&n| bits.remove(n));
+            prop_assert!((0..256).all(|n| bits.contains(n) == rest.contains(&n)));
+        }
+    }
+}

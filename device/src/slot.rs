@@ -1,0 +1,107 @@
+//! One chunk in flight (SHARP calls it an OST).
+//!
+//! ```text
+//! Free -> Filling -> Answered            at the root
+//! Free -> Filling -> Up -> Answered      at any other node
+//!              \-> Refused               the children do not agree, or the node can't do it: waiting for the root's word
+//! Answered -> Filling                    only when every child's `have` has passed the chunk
+//! ```
+//!
+//! Invariants, asserted where they could break:
+//! - a child's bit is set once per (seq, attempt);
+//! - the slot holds exactly one chunk, by its full number; a packet of another chunk never touches it;
+//! - the answer stays until the slot is re-used, so any child can get it again.
+
+use crate::sets::ChildSet;
+use sumac_hal::op::{OpDesc, ReduceOp};
+use sumac_hal::reduce::Kernel;
+
+/// Where a slot is in its chunk's life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum State {
+    /// Never used in this group.
+    Free,
+    /// Some children are in.
+    Filling,
+    /// All children are in, the contribution is on its way up.
+    Up,
+    /// A Nak is on its way up in place of a contribution.
+    Refused,
+    /// The answer is here.
+    Answered,
+}
+
+/// One chunk in flight. Boards allocate these; their content is the node's.
+#[derive(Debug, Clone, Copy)]
+pub struct Slot {
+    /// The chunk's local number; meaningless while `Free`.
+    pub(crate) local: u64,
+    pub(crate) state: State,
+    pub(crate) attempt: u16,
+    pub(crate) op: OpDesc,
+    pub(crate) signature: u32,
+    /// Elements in the chunk, known from the first contribution with data.
+    pub(crate) elements: Option<u32>,
+    /// Who contributed.
+    pub(crate) bits: ChildSet,
+    /// Who of them with data.
+    pub(crate) data: ChildSet,
+    /// Who wants the result.
+    pub(crate) want: ChildSet,
+    /// Who is to be sent the answer.
+    pub(crate) pending: ChildSet,
+    pub(crate) fold_next: u16,
+    /// Length of the value to be sent, up or down, in bytes; it lies in stage 0.
+    pub(crate) value_len: u16,
+    /// Its checksum, once somebody needed it.
+    pub(crate) value_crc: Option<u32>,
+}
+
+impl Slot {
+    /// A slot that was never used.
+    pub const EMPTY: Self = Self {
+        local: 0,
+        state: State::Free,
+        attempt: 0,
+        op: OpDesc::barrier(),
+        signature: 0,
+        elements: None,
+        bits: ChildSet::EMPTY,
+        data: ChildSet::EMPTY,
+        want: ChildSet::EMPTY,
+        pending: ChildSet::EMPTY,
+        fold_next: 0,
+        value_len: 0,
+        value_crc: None,
+    };
+
+    /// Start on chunk `local` of the operation that its first contributor calls.
+    pub(crate) fn begin(&mut self, local: u64, op: OpDesc, signature: u32) {
+        *self = Self { local, state: State::Filling, op, signature, ..Self::EMPTY };
+    }
+
+    /// Tell whether this slot holds chunk `local`.
+    pub(crate) fn holds(&self, local: u64) -> bool {
+        self.state != State::Free && self.local == local
+    }
+
+    /// Return the kernel of the slot's operation, `None` for one without elements.
+    pub(crate) fn kernel(&self) -> Option<Kernel> {
+        Kernel::new(self.op.dtype?, self.op.op.unwrap_or(ReduceOp::Sum))
+    }
+
+    /// Set a child's bit.
+    ///
+    /// # Panics
+    /// If it is set: the caller has to have asked, since a second contribution would be counted twice.
+    pub(crate) fn mark(&mut self, child: usize, with_data: bool, wants: bool) {
+        assert!(!self.bits.contains(child), "a child's bit is set once per (seq, attempt)");
+        self.bits.insert(child);
+        if with_data {
+            self.data.insert(child);
+        }
+        if wants {
+            self.want.insert(child);
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! What happened lately: a ring of small events, readable after a panic or over the control plane.
+//!
+//! Only what is rare is recorded (groups, losses, refusals); the data path counts instead.
+
+use heapless::HistoryBuf;
+use sumac_hal::ctrl::DropReason;
+use sumac_hal::ids::{ChildIndex, ChunkNo, GroupId};
+use sumac_hal::time::Instant;
+use sumac_hal::wire::NakReason;
+
+/// Entries that a trace keeps.
+pub const TRACE_LEN: usize = 128;
+
+/// Something worth remembering.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Trace {
+    /// A group was created.
+    GroupCreated(GroupId),
+    /// A group was released.
+    GroupReleased(GroupId),
+    /// A group's lease ran out.
+    LeaseExpired(GroupId),
+    /// A child was pinned to its address.
+    ChildPinned(GroupId, ChildIndex),
+    /// A child's contribution got lost.
+    Lost(GroupId, ChildIndex, ChunkNo),
+    /// A group failed at a chunk.
+    Failed(GroupId, ChunkNo, NakReason),
+    /// A packet that should not exist was dropped.
+    Dropped(DropReason),
+}
+
+/// A trace entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Entry {
+    /// When.
+    pub at: Instant,
+    /// What.
+    pub what: Trace,
+}
+
+/// The ring: the newest [`TRACE_LEN`] entries.
+#[derive(Debug, Default)]
+pub struct TraceRing {
+    entries: HistoryBuf<Entry, TRACE_LEN>,
+}
+
+impl TraceRing {
+    /// Return an empty ring.
+    pub const fn new() -> Self {
+        Self { entries: HistoryBuf::new() }
+    }
+
+    pub(crate) fn record(&mut self, at: Instant, what: Trace) {
+        self.entries.write(Entry { at, what });
+    }
+
+    /// Return the entries, oldest first.
+    pub fn iter(&self) -> impl Iterator<Item = &Entry> {
+        self.entries.oldest_ordered()
+    }
+}

@@ -1,0 +1,377 @@
+//! A rank's side of the protocol, sans I/O: slot window, chunk ledger, retransmission.
+//!
+//! An [`Endpoint`] is driven by the five verbs, like a device's node: [`Endpoint::handle`],
+//! [`Endpoint::handle_timeout`], [`Endpoint::poll_transmit`], [`Endpoint::poll_timeout`] and
+//! [`Endpoint::poll_event`]. The caller's buffers stay with the caller and are lent through [`Buffers`].
+//!
+//! Invariants (PROTOCOL 1 and 3):
+//! - chunk j is sent only if `j < have + W`: a contiguous window, never a count of packets in flight;
+//! - `have` is moved past a chunk only when its result is in the caller's buffer;
+//! - an input byte is overwritten only by its own chunk's result, after which that input is not needed any more;
+//! - payload is sent a second time only when the node says that it is missing;
+//! - what comes from elsewhere than the node, or does not match what was asked, is dropped and counted.
+
+mod ops;
+mod receive;
+
+pub use ops::{Buffers, OpId};
+
+use crate::endpoint::ops::Ops;
+use std::collections::VecDeque;
+use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId};
+use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::port::Addr;
+use sumac_hal::shard::Shard;
+use sumac_hal::time::Instant;
+use sumac_hal::uplink::{HopTimers, MAX_WINDOW, Uplink};
+use sumac_hal::wire::{Flags, HEADER_LEN, Kind, NakReason, Packet, Repr, payload_crc};
+use thiserror::Error;
+
+/// What a rank is told when it joins a group.
+#[derive(Debug, Clone)]
+pub struct EndpointConfig {
+    /// The group.
+    pub group: GroupId,
+    /// Its epoch.
+    pub epoch: Epoch,
+    /// Which child of its leaf node the rank is.
+    pub child: ChildIndex,
+    /// The key of that link.
+    pub key: u64,
+    /// Where the leaf node's shards receive, in order of shard.
+    pub parents: Vec<Addr>,
+    /// The most contributions in flight.
+    pub window_max: u16,
+    /// How many to begin with, before the node has granted a window.
+    pub window_start: u16,
+    /// The payload limit of a packet in this group in bytes.
+    pub chunk_len_bytes: u16,
+    /// The timers of the hop.
+    pub timers: HopTimers,
+    /// The version of the cost table, part of every signature.
+    pub table_version: u32,
+    /// Drawn by the rank for this life of the group: what its tokens are made of.
+    pub salt: u32,
+}
+
+/// Why an operation ended without a result. The group is at its end then: its ranks no longer agree on numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum EndpointError {
+    /// Ranks called different things.
+    #[error("ranks called different operations: one {first}, another {other}; all ranks must make the same calls in the same order")]
+    Mismatch {
+        /// What the first to arrive called.
+        first: OpDesc,
+        /// What another called.
+        other: OpDesc,
+    },
+    /// A device on the way does not know the operation.
+    #[error("a device of the tree can't do {0}")]
+    Unsupported(OpDesc),
+    /// The way to the root is dead.
+    #[error("the path to the tree's root is lost: no answer within the limit for dead hops")]
+    PathLost,
+    /// The device has no such group.
+    #[error("the device no longer knows the group: it restarted, or the lease ran out")]
+    GroupLost,
+}
+
+/// Why an operation can't be posted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum PostError {
+    /// An earlier operation failed.
+    #[error("the group is at its end: {0}")]
+    Failed(#[from] EndpointError),
+    /// Too many at once.
+    #[error("{limit} operations are in flight already; wait for one first")]
+    TooMany {
+        /// The limit.
+        limit: usize,
+    },
+}
+
+/// What happened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Event {
+    /// The operation is complete: its result is in the caller's buffer.
+    Completed(OpId),
+    /// This and every other operation in flight ended without a result.
+    Failed(EndpointError),
+}
+
+/// A packet to send: the first `len_bytes` of the buffer given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Transmit {
+    /// To whom.
+    pub to: Addr,
+    /// How long it is.
+    pub len_bytes: usize,
+}
+
+/// What an endpoint counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct EndpointStats {
+    /// Packets sent.
+    pub packets_out: u64,
+    /// Their bytes, headers too.
+    pub bytes_out: u64,
+    /// Packets taken in.
+    pub packets_in: u64,
+    /// Contributions sent again.
+    pub retransmits: u64,
+    /// Probes sent.
+    pub probes: u64,
+    /// Packets dropped: foreign, damaged, stale or doubled.
+    pub dropped: u64,
+}
+
+/// A rank's side of one group.
+#[derive(Debug)]
+pub struct Endpoint {
+    config: EndpointConfig,
+    /// One hop a shard of the leaf node.
+    hops: Vec<Uplink>,
+    ops: Ops,
+    /// The first seq that was not sent yet.
+    next: u64,
+    /// What the node granted last.
+    window: u16,
+    stable: ChunkNo,
+    /// Headers to send.
+    replies: VecDeque<(Addr, Repr)>,
+    /// Seqs to send again.
+    again: VecDeque<u64>,
+    failed: Option<EndpointError>,
+    failure_told: bool,
+    stats: EndpointStats,
+}
+
+impl Endpoint {
+    /// Return an endpoint that has posted nothing.
+    ///
+    /// # Panics
+    /// If `config.parents` is empty or longer than a node can have shards.
+    pub fn new(config: EndpointConfig) -> Self {
+        let shards = config.parents.len() as u16;
+        assert!(Shard::new(0, shards).is_some(), "{shards} shards");
+        let hops = (0..shards).map(|i| Uplink::new(config.timers, config.salt.rotate_left(u32::from(i) + 1))).collect();
+        Self {
+            window: config.window_start.clamp(1, config.window_max),
+            hops,
+            ops: Ops::new(usize::from(config.chunk_len_bytes)),
+            next: 0,
+            stable: ChunkNo(0),
+            replies: VecDeque::new(),
+            again: VecDeque::with_capacity(MAX_WINDOW as usize),
+            failed: None,
+            failure_told: false,
+            stats: EndpointStats::default(),
+            config,
+        }
+    }
+
+    /// Post an operation. On [`Path::Tree`] it runs through the tree; on any other path it only tells the tree
+    /// what this rank calls, so that ranks which call different things find out (PROTOCOL 2).
+    ///
+    /// An operation without elements uses no seq and completes as soon as those before it have.
+    ///
+    /// # Errors
+    /// [`PostError`] if the group has failed or too much is in flight.
+    pub fn post(&mut self, desc: OpDesc, path: Path) -> Result<OpId, PostError> {
+        if let Some(error) = self.failed {
+            return Err(error.into());
+        }
+        let signature = desc.signature(path, self.config.table_version);
+        self.ops.post(desc, signature, path == Path::Tree)
+    }
+
+    /// Write the next packet to `buffer`, which has room for a chunk and its header; `None` if there is none to
+    /// send now.
+    ///
+    /// Call it after `post`, `handle` and `handle_timeout` until it returns `None`.
+    pub fn poll_transmit(&mut self, buffers: &impl Buffers, buffer: &mut [u8], now: Instant) -> Option<Transmit> {
+        let sent = self.next_packet(buffers, buffer, now)?;
+        self.stats.packets_out += 1;
+        self.stats.bytes_out += sent.len_bytes as u64;
+        Some(sent)
+    }
+
+    /// Return where the next packet goes, if there is one, without sending it.
+    pub fn poll_destination(&mut self) -> Option<Addr> {
+        if self.failed.is_some() {
+            return None;
+        }
+        if let Some((to, _)) = self.replies.front() {
+            return Some(*to);
+        }
+        self.drop_answered();
+        let seq = self.again.front().copied().or_else(|| self.next_in_window())?;
+        Some(self.config.parents[self.shard_of(seq)])
+    }
+
+    /// Do what is due at `now`: probe, or give the path up.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        for index in 0..self.hops.len() {
+            let hop = &mut self.hops[index];
+            if hop.is_dead(now) {
+                return self.fail(EndpointError::PathLost);
+            }
+            if let Some(probe) = hop.poll_probe(now) {
+                let seq = self.shard(index).global(probe.from);
+                let header = self.header(Kind::Probe, seq, probe.token);
+                self.stats.probes += 1;
+                self.replies.push_back((
+                    self.config.parents[index],
+                    Repr { count: probe.count, bits: probe.held, ..header },
+                ));
+            }
+        }
+    }
+
+    /// Return when [`Endpoint::handle_timeout`] is to be called next, if nothing arrives before.
+    pub fn poll_timeout(&self) -> Option<Instant> {
+        if self.failed.is_some() {
+            return None;
+        }
+        self.hops.iter().filter_map(Uplink::timeout).min()
+    }
+
+    /// Return the next event: completions in the order of completion, a failure once and last.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        if let Some(id) = self.ops.pop_completed() {
+            return Some(Event::Completed(id));
+        }
+        let error = self.failed.filter(|_| !self.failure_told)?;
+        self.failure_told = true;
+        Some(Event::Failed(error))
+    }
+
+    /// Return the first chunk whose result has not landed: all below have.
+    pub fn have(&self) -> ChunkNo {
+        let shards = 0..self.hops.len();
+        let first = shards.map(|i| self.shard(i).global(self.hops[i].answered_below())).min();
+        ChunkNo(first.map_or(0, |seq| seq.0).min(self.ops.end()))
+    }
+
+    /// Return the chunk below which every rank has every result, as far as this rank was told.
+    pub const fn stable(&self) -> ChunkNo {
+        self.stable
+    }
+
+    /// Return why the group is at its end, if it is.
+    pub const fn error(&self) -> Option<EndpointError> {
+        self.failed
+    }
+
+    /// Return what was counted since the endpoint began.
+    pub const fn stats(&self) -> &EndpointStats {
+        &self.stats
+    }
+
+    /// Return the window in force, in chunks.
+    pub fn window(&self) -> u16 {
+        self.window.clamp(1, self.config.window_max)
+    }
+
+    fn next_packet(&mut self, buffers: &impl Buffers, buffer: &mut [u8], now: Instant) -> Option<Transmit> {
+        if self.failed.is_some() {
+            return None;
+        }
+        if let Some((to, repr)) = self.replies.pop_front() {
+            repr.emit(&mut Packet::new_unchecked(&mut buffer[..HEADER_LEN]), 0);
+            return Some(Transmit { to, len_bytes: HEADER_LEN });
+        }
+        self.drop_answered();
+        let seq = match self.again.pop_front() {
+            Some(seq) => {
+                self.stats.retransmits += 1;
+                seq
+            }
+            None => {
+                let seq = self.next_in_window()?;
+                self.next = seq + 1;
+                seq
+            }
+        };
+        Some(self.contribute(seq, buffers, buffer, now))
+    }
+
+    /// Forget what was to be sent again but has its answer by now.
+    fn drop_answered(&mut self) {
+        while let Some(&seq) = self.again.front() {
+            let index = self.shard_of(seq);
+            let local = self.shard(index).below(ChunkNo(seq));
+            if !self.hops[index].is_answered(local) {
+                return;
+            }
+            self.again.pop_front();
+        }
+    }
+
+    /// Return the next seq to send for the first time, if the window allows it.
+    fn next_in_window(&self) -> Option<u64> {
+        let limit = self.ops.end().min(self.have().0 + u64::from(self.window()));
+        (self.next < limit).then_some(self.next)
+    }
+
+    /// Write the contribution to `seq`.
+    fn contribute(&mut self, seq: u64, buffers: &impl Buffers, buffer: &mut [u8], now: Instant) -> Transmit {
+        let op = self.ops.of_seq(seq).expect("only posted seqs of unfinished operations are sent");
+        let payload = op.chunk(seq).map_or(&[][..], |range| &buffers.input(op.id)[range]);
+        let kind = if payload.is_empty() { Kind::Empty } else { Kind::Data };
+        let mut repr = self.header(kind, ChunkNo(seq), self.config.salt);
+        repr.collective = Some(op.desc.collective);
+        repr.dtype = op.desc.dtype;
+        repr.op = op.desc.op;
+        repr.bits = op.desc.count;
+        repr.signature = op.signature;
+        repr.flags.set(Flags::WANT, !payload.is_empty());
+        repr.payload_len_bytes = payload.len() as u16;
+        let mut packet = Packet::new_unchecked(&mut buffer[..repr.packet_len()]);
+        packet.payload_mut().copy_from_slice(payload);
+        repr.emit(&mut packet, payload_crc(payload));
+        let index = self.shard_of(seq);
+        let local = self.shard(index).below(ChunkNo(seq));
+        self.hops[index].on_sent(local, now);
+        Transmit { to: self.config.parents[index], len_bytes: repr.packet_len() }
+    }
+
+    fn header(&self, kind: Kind, seq: ChunkNo, token: u32) -> Repr {
+        let config = &self.config;
+        Repr {
+            seq,
+            count: 1,
+            token,
+            mark: self.have(),
+            ..Repr::new(kind, config.group, config.epoch, config.child, config.key)
+        }
+    }
+
+    fn shard_of(&self, seq: u64) -> usize {
+        usize::from(Shard::of(ChunkNo(seq), self.hops.len() as u16))
+    }
+
+    fn shard(&self, index: usize) -> Shard {
+        Shard::new(index as u16, self.hops.len() as u16).expect("checked in new")
+    }
+
+    fn fail(&mut self, error: EndpointError) {
+        self.failed.get_or_insert(error);
+        self.replies.clear();
+        self.again.clear();
+    }
+}
+
+/// Return the error that a Nak from the node means for this group, if it is the end of it.
+fn terminal(reason: NakReason, ops: Option<(OpDesc, OpDesc)>) -> Option<EndpointError> {
+    Some(match (reason, ops) {
+        (NakReason::Mismatch, Some((first, other))) => EndpointError::Mismatch { first, other },
+        (NakReason::Unsupported, Some((op, _))) => EndpointError::Unsupported(op),
+        (NakReason::WrongEpoch | NakReason::UnknownGroup, _) => EndpointError::GroupLost,
+        (NakReason::PathLost, _) => EndpointError::PathLost,
+        _ => return None,
+    })
+}

@@ -1,0 +1,115 @@
+//! What comes down from the leaf node.
+
+use super::{Buffers, Endpoint, terminal};
+use sumac_hal::ids::ChunkNo;
+use sumac_hal::port::Addr;
+use sumac_hal::time::Instant;
+use sumac_hal::wire::{Kind, NakReason, Packet, Repr, unpack_op};
+
+impl Endpoint {
+    /// Take in a packet that arrived at `now` from `from`; results go to `buffers`.
+    pub fn handle(&mut self, from: Addr, packet: &[u8], buffers: &mut impl Buffers, now: Instant) {
+        if self.failed.is_some() {
+            return;
+        }
+        self.stats.packets_in += 1;
+        if self.take(from, packet, buffers, now).is_none() {
+            self.stats.dropped += 1;
+        }
+    }
+
+    /// `None` if the packet is dropped.
+    fn take(&mut self, from: Addr, packet: &[u8], buffers: &mut impl Buffers, now: Instant) -> Option<()> {
+        let packet = Packet::new_checked(packet).ok()?;
+        let repr = Repr::parse(&packet).ok()?;
+        let config = &self.config;
+        let mine = (repr.group, repr.epoch, repr.child, repr.key)
+            == (config.group, config.epoch, config.child, config.key);
+        let index = self.shard_of(repr.seq.0);
+        // A Status may speak of the shard's next seqs, a Nak of a group as a whole: both name a seq of theirs.
+        if !mine || config.parents[index] != from {
+            return None;
+        }
+        let taken = match (repr.kind, repr.reason) {
+            (Kind::Result | Kind::Done, _) => self.on_answer(index, &repr, packet.payload(), buffers, now),
+            (Kind::Status, _) => self.on_status(index, &repr, now),
+            (Kind::Nak, Some(reason)) => self.on_nak(index, reason, &repr, now),
+            _ => None,
+        };
+        taken?;
+        self.stable = self.stable.max(repr.mark);
+        if repr.window > 0 {
+            self.window = repr.window;
+        }
+        Some(())
+    }
+
+    fn on_answer(
+        &mut self,
+        index: usize,
+        repr: &Repr,
+        payload: &[u8],
+        buffers: &mut impl Buffers,
+        now: Instant,
+    ) -> Option<()> {
+        let seq = repr.seq.0;
+        let op = self.ops.of_seq(seq).filter(|op| seq < self.next && op.signature == repr.signature)?;
+        let local = self.shard(index).below(repr.seq);
+        let range = op.chunk(seq);
+        let fits = match (&range, repr.kind) {
+            (Some(range), Kind::Result) => range.len() == payload.len(),
+            (None, Kind::Done) => payload.is_empty(),
+            _ => false,
+        };
+        if !fits || self.hops[index].is_answered(local) {
+            return None;
+        }
+        if let Some(range) = range {
+            buffers.output(op.id)[range].copy_from_slice(payload);
+        }
+        // Landed: only now may `have` pass it.
+        assert!(self.hops[index].on_answer(local, now), "a chunk lands once");
+        self.ops.landed(seq);
+        self.ask_for_gaps(index);
+        Some(())
+    }
+
+    fn ask_for_gaps(&mut self, index: usize) {
+        while let Some(local) = self.hops[index].next_gap() {
+            let seq = self.shard(index).global(local);
+            let nak = self.header(Kind::Nak, seq, self.config.salt);
+            self.replies.push_back((self.config.parents[index], Repr { reason: Some(NakReason::Missing), ..nak }));
+        }
+    }
+
+    fn on_status(&mut self, index: usize, repr: &Repr, now: Instant) -> Option<()> {
+        let shard = self.shard(index);
+        let again = &mut self.again;
+        let known = self.hops[index].on_status(repr.token, shard.below(repr.seq), repr.bits, now, |local| {
+            let seq = shard.global(local).0;
+            if !again.contains(&seq) {
+                again.push_back(seq);
+            }
+        });
+        known.then_some(())
+    }
+
+    fn on_nak(&mut self, index: usize, reason: NakReason, repr: &Repr, now: Instant) -> Option<()> {
+        // Only what echoes a token of ours is about this life of ours (PROTOCOL 4).
+        if repr.token != self.config.salt && !self.hops[index].is_probe_token(repr.token) {
+            return None;
+        }
+        self.hops[index].on_heard(now);
+        if matches!(reason, NakReason::Missing | NakReason::Resend) {
+            let in_flight = (self.have()..ChunkNo(self.next)).contains(&repr.seq);
+            let local = self.shard(index).local(repr.seq)?;
+            if in_flight && !self.hops[index].is_answered(local) && !self.again.contains(&repr.seq.0) {
+                self.again.push_back(repr.seq.0);
+            }
+            return Some(());
+        }
+        let ops = repr.op_desc().zip(unpack_op(repr.bits2));
+        self.fail(terminal(reason, ops)?);
+        Some(())
+    }
+}
