@@ -1,12 +1,14 @@
 //! From numbers known at run time to a loop: by element type and operator, and by what the processor can do.
 //!
-//! With the feature `std`, `multiversion` compiles each function three times, and the first call picks: AVX-512 (the
-//! x86-64-v4 level, 64-byte vectors), AVX2, or what the crate is built for, which on x86-64 is SSE2 and on AArch64
-//! NEON. Without it, the target features of the build decide. Every version gives the same bits: wider vectors do
-//! the same operations to more elements, and the compiler never fuses a multiplication with an addition.
+//! With the feature `std`, `multiversion` compiles each function three times, and the first call picks: AVX-512 with
+//! 64-byte vectors, AVX2, or what the crate is built for, which on x86-64 is SSE2 and on AArch64 NEON. Without it,
+//! the target features of the build decide. Every version gives the same bits: wider vectors do the same operations
+//! to more elements, and the compiler never fuses a multiplication with an addition.
 //!
-//! Builds that tune for a processor by name (`-C target-cpu=skylake-avx512`, `x86-64-v4`) may ask the compiler for
-//! 32-byte vectors even in the AVX-512 version; the bench shows what came out.
+//! `multiversion` adds the features of Ice Lake to those that the AVX-512 version names here: older processors lower
+//! their clock for 64-byte vectors, and run the AVX2 version. Zen 4 and later have them all. Builds that tune for a
+//! processor by name (`-C target-cpu=x86-64-v4`) may ask the compiler for 32-byte vectors even in the AVX-512
+//! version; the bench shows what came out.
 
 use super::element::{Accumulator, Bf16, Element, F16};
 use super::loops;

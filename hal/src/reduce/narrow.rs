@@ -41,8 +41,7 @@ pub(super) fn f16_to_f32(bits: u16) -> f32 {
     let shifted = (u32::from(bits) & 0x7fff) << F16_SHIFT;
     let normal = shifted + F16_REBIAS;
     // 2^-14 x (1 + m) - 2^-14 = 2^-14 x m: exact, and no operand is a subnormal f32.
-    let subnormal =
-        (f32::from_bits(shifted + F16_LEAST_NORMAL) - f32::from_bits(F16_LEAST_NORMAL)).to_bits() & F32_MAGNITUDE;
+    let subnormal = (f32::from_bits(shifted + F16_LEAST_NORMAL) - f32::from_bits(F16_LEAST_NORMAL)).to_bits();
     let special = shifted | F32_INFINITY;
     let magnitude = if shifted >= F16_INFINITY << F16_SHIFT {
         special

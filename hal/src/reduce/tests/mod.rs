@@ -11,32 +11,41 @@ use oracle::Format;
 use proptest::prelude::*;
 use values::{bytes_of, draw, specials, values_of};
 
-/// The functions of one compiled version.
+/// A kernel's methods, in one compiled version.
 struct Version {
     name: &'static str,
-    load: fn(Dtype, &mut [u8], &[u8]),
-    combine: fn(Dtype, ReduceOp, &mut [u8], &[u8]),
-    finish: fn(Dtype, &mut [u8]),
-    store: fn(Dtype, &mut [u8], &[u8]),
+    load: fn(&Kernel, &mut [u8], &[u8], bool),
+    combine: fn(&Kernel, &mut [u8], &[u8], bool),
+    finish: fn(&Kernel, &mut [u8], usize) -> usize,
+    store: fn(&Kernel, &mut [u8], &[u8]),
 }
 
 macro_rules! version {
     ($name:literal, $($path:ident)::*) => {
         Version {
             name: $name,
-            load: $($path)::*::load,
-            combine: $($path)::*::combine,
-            finish: $($path)::*::finish,
-            store: $($path)::*::store,
+            load: |kernel, acc, src, partial| $($path)::*::load(kernel.source(partial), acc, src),
+            combine: |kernel, acc, src, partial| $($path)::*::combine(kernel.source(partial), kernel.op(), acc, src),
+            finish: |kernel, bytes, count| {
+                $($path)::*::finish(kernel.dtype(), bytes);
+                count * kernel.dtype().size_bytes()
+            },
+            store: |kernel, dst, acc| $($path)::*::store(kernel.dtype(), dst, acc),
         }
     };
 }
 
-/// What the build's target features give, and, with `std`, what the processor can do. On a processor with AVX-512
-/// that is three different pieces of machine code.
+/// What the build's target features give, and, with `std`, what the processor can do: on one with AVX-512 that is
+/// three different pieces of machine code.
 const VERSIONS: &[Version] = &[
     version!("portable", dispatch::portable),
-    version!("dispatched", dispatch),
+    Version {
+        name: "public",
+        load: Kernel::load,
+        combine: Kernel::combine,
+        finish: Kernel::finish,
+        store: Kernel::store,
+    },
     #[cfg(feature = "std")]
     version!("without AVX-512", dispatch::avx2),
 ];
@@ -79,24 +88,21 @@ fn check(kernel: Kernel, contributions: &[(Vec<u64>, bool)], acc_offset: usize, 
         let (head, rest) = buffer.split_at_mut(acc_offset);
         let (acc, tail) = rest.split_at_mut(acc_len);
         for (i, (values, partial)) in contributions.iter().enumerate() {
-            let source = kernel.source(*partial);
             let mut src = vec![GUARD; src_offset];
-            src.extend(bytes_of(source, values));
-            match i {
-                0 => (version.load)(source, acc, &src[src_offset..]),
-                _ => (version.combine)(source, kernel.op(), acc, &src[src_offset..]),
-            }
+            src.extend(bytes_of(kernel.source(*partial), values));
+            let step = if i == 0 { version.load } else { version.combine };
+            step(&kernel, acc, &src[src_offset..], *partial);
         }
         let got = values_of(kernel.accumulator(), acc);
         let got: Vec<u64> = got.into_iter().map(|bits| canonical(kernel.accumulator(), bits)).collect();
         assert_eq!(got, sums, "accumulators: {what}");
 
-        let mut stored = vec![GUARD; src_offset + sums.len() * kernel.dtype().size_bytes()];
-        (version.store)(kernel.dtype(), &mut stored[src_offset..], acc);
+        let result_len = sums.len() * kernel.dtype().size_bytes();
+        let mut stored = vec![GUARD; src_offset + result_len];
+        (version.store)(&kernel, &mut stored[src_offset..], acc);
         assert_eq!(values_of(kernel.dtype(), &stored[src_offset..]), rounded, "stored: {what}");
-        (version.finish)(kernel.dtype(), acc);
-        let result = &acc[..sums.len() * kernel.dtype().size_bytes()];
-        assert_eq!(values_of(kernel.dtype(), result), rounded, "finished: {what}");
+        assert_eq!((version.finish)(&kernel, acc, sums.len()), result_len);
+        assert_eq!(values_of(kernel.dtype(), &acc[..result_len]), rounded, "finished: {what}");
         assert!(head.iter().chain(&*tail).all(|&byte| byte == GUARD), "wrote outside of the accumulators: {what}");
     }
 }
@@ -149,72 +155,46 @@ proptest! {
     }
 }
 
-/// Reduce whole elements of one value each through the public interface, in place and out of place.
-fn reduce<const N: usize>(dtype: Dtype, op: ReduceOp, contributions: &[[u8; N]]) -> [u8; N] {
+/// Reduce contributions of one element each, in place and out of place; return the bits.
+fn reduce(dtype: Dtype, op: ReduceOp, contributions: &[u64]) -> u64 {
     let kernel = Kernel::new(dtype, op).expect("every pair is supported");
     let mut acc = vec![0xff; kernel.accumulator().size_bytes()];
-    kernel.load(&mut acc, &contributions[0], false);
-    for src in &contributions[1..] {
-        kernel.combine(&mut acc, src, false);
+    for (i, &bits) in contributions.iter().enumerate() {
+        let step = if i == 0 { Kernel::load } else { Kernel::combine };
+        step(&kernel, &mut acc, &bytes_of(dtype, &[bits]), false);
     }
-    let mut stored = [0; N];
+    let mut stored = vec![0xff; dtype.size_bytes()];
     kernel.store(&mut stored, &acc);
-    assert_eq!(kernel.finish(&mut acc, 1), N);
-    assert_eq!(acc[..N], stored);
-    stored
+    assert_eq!(kernel.finish(&mut acc, 1), stored.len());
+    assert_eq!(acc[..stored.len()], stored);
+    values_of(dtype, &stored)[0]
 }
 
 #[test]
 fn golden_sums() {
-    let i32s = |values: &[i32]| {
-        i32::from_le_bytes(reduce(
-            Dtype::I32,
-            ReduceOp::Sum,
-            &values.iter().map(|v| v.to_le_bytes()).collect::<Vec<_>>(),
-        ))
-    };
-    let f32s = |values: &[u32]| {
-        u32::from_le_bytes(reduce(
-            Dtype::F32,
-            ReduceOp::Sum,
-            &values.iter().map(|v| v.to_le_bytes()).collect::<Vec<_>>(),
-        ))
-    };
-    let f16s = |values: &[u16]| {
-        u16::from_le_bytes(reduce(
-            Dtype::F16,
-            ReduceOp::Sum,
-            &values.iter().map(|v| v.to_le_bytes()).collect::<Vec<_>>(),
-        ))
-    };
-    let bf16s = |values: &[u16]| {
-        u16::from_le_bytes(reduce(
-            Dtype::Bf16,
-            ReduceOp::Sum,
-            &values.iter().map(|v| v.to_le_bytes()).collect::<Vec<_>>(),
-        ))
-    };
-
-    assert_eq!(i32s(&[i32::MAX, 1]), i32::MIN, "wraps");
-    assert_eq!(f32s(&[0x8000_0000]), 0x8000_0000, "a lone -0 is copied");
-    assert_eq!(f32s(&[0x8000_0000, 0x8000_0000]), 0x8000_0000, "-0 + -0");
-    assert_eq!(f32s(&[0x0000_0001, 0x0000_0001]), 0x0000_0002, "subnormals are kept");
-    assert_eq!(f32s(&[0x0080_0000, 0x8000_0001]), 0x007f_ffff, "a subnormal difference of normals is kept");
-    assert_eq!(f32s(&[0xffa0_0001]), 0x7fc0_0000, "a lone signalling NaN");
-    assert_eq!(f32s(&[0x7f80_0000, 0xff80_0000]), 0x7fc0_0000, "inf - inf");
-    assert_eq!(f32s(&[0x7f7f_ffff, 0x7f7f_ffff]), 0x7f80_0000, "overflow");
-    assert_eq!(bf16s(&[0x4380, 0x3f80, 0x3f80]), 0x4381, "256 + 1 + 1 = 258: rounded once; a bf16 adder gives 256");
-    assert_eq!(f16s(&[0x6800, 0x3c00, 0x3c00]), 0x6801, "2048 + 1 + 1 = 2050");
-    assert_eq!(f16s(&[0x7bff, 0x4b80]), 0x7bff, "65504 + 15 stays finite");
-    assert_eq!(f16s(&[0x7bff, 0x4c00]), 0x7c00, "65504 + 16 is a tie, and even is infinity");
-    assert_eq!(f16s(&[0x7bff, 0x7bff, 0xfbff]), 0x7bff, "no overflow on the way");
-    assert_eq!(f16s(&[0xfc01]), 0x7e00, "a lone negative signalling NaN");
-    assert_eq!(bf16s(&[0xff81]), 0x7fc0, "a lone negative signalling NaN");
+    let sum = |dtype, contributions: &[u64]| reduce(dtype, ReduceOp::Sum, contributions);
+    assert_eq!(sum(Dtype::I32, &[0x7fff_ffff, 1]), 0x8000_0000, "wraps");
+    assert_eq!(sum(Dtype::I64, &[u64::MAX, 1]), 0, "-1 + 1");
+    assert_eq!(sum(Dtype::F32, &[0x8000_0000]), 0x8000_0000, "a lone -0 is copied");
+    assert_eq!(sum(Dtype::F32, &[0x8000_0000, 0x8000_0000]), 0x8000_0000, "-0 + -0");
+    assert_eq!(sum(Dtype::F32, &[0x0000_0001, 0x0000_0001]), 0x0000_0002, "subnormals are kept");
+    assert_eq!(sum(Dtype::F32, &[0x0080_0000, 0x8000_0001]), 0x007f_ffff, "a subnormal difference of normals is kept");
+    assert_eq!(sum(Dtype::F32, &[0xffa0_0001]), 0x7fc0_0000, "a lone signalling NaN");
+    assert_eq!(sum(Dtype::F32, &[0x7f80_0000, 0xff80_0000]), 0x7fc0_0000, "inf - inf");
+    assert_eq!(sum(Dtype::F32, &[0x7f7f_ffff, 0x7f7f_ffff]), 0x7f80_0000, "overflow");
+    assert_eq!(sum(Dtype::F64, &[0x3ff0_0000_0000_0000, 0x3ca0_0000_0000_0000]), 0x3ff0_0000_0000_0000, "1 + 2^-53");
+    assert_eq!(sum(Dtype::Bf16, &[0x4380, 0x3f80, 0x3f80]), 0x4381, "256 + 1 + 1 = 258; rounding twice gives 256");
+    assert_eq!(sum(Dtype::F16, &[0x6800, 0x3c00, 0x3c00]), 0x6801, "2048 + 1 + 1 = 2050; rounding twice gives 2048");
+    assert_eq!(sum(Dtype::F16, &[0x7bff, 0x4b80]), 0x7bff, "65504 + 15 stays finite");
+    assert_eq!(sum(Dtype::F16, &[0x7bff, 0x4c00]), 0x7c00, "65504 + 16 is a tie, and even is infinity");
+    assert_eq!(sum(Dtype::F16, &[0x7bff, 0x7bff, 0xfbff]), 0x7bff, "no overflow on the way");
+    assert_eq!(sum(Dtype::F16, &[0xfc01]), 0x7e00, "a lone negative signalling NaN");
+    assert_eq!(sum(Dtype::Bf16, &[0xff81]), 0x7fc0, "a lone negative signalling NaN");
 }
 
 #[test]
 fn golden_extremes() {
-    let f64s = |op, a: f64, b: f64| u64::from_le_bytes(reduce(Dtype::F64, op, &[a.to_le_bytes(), b.to_le_bytes()]));
+    let f64s = |op, a: f64, b: f64| reduce(Dtype::F64, op, &[a.to_bits(), b.to_bits()]);
     for (a, b) in [(0.0, -0.0), (-0.0, 0.0)] {
         assert_eq!(f64s(ReduceOp::Min, a, b), 0x8000_0000_0000_0000);
         assert_eq!(f64s(ReduceOp::Max, a, b), 0);
@@ -223,7 +203,7 @@ fn golden_extremes() {
         assert_eq!(f64s(ReduceOp::Min, a, b), 0x7ff8_0000_0000_0000);
         assert_eq!(f64s(ReduceOp::Max, a, b), 0x7ff8_0000_0000_0000);
     }
-    let i64s = |op, a: i64, b: i64| i64::from_le_bytes(reduce(Dtype::I64, op, &[a.to_le_bytes(), b.to_le_bytes()]));
+    let i64s = |op, a: i64, b: i64| reduce(Dtype::I64, op, &[a as u64, b as u64]) as i64;
     assert_eq!(i64s(ReduceOp::Min, -1, 1), -1);
     assert_eq!(i64s(ReduceOp::Max, i64::MIN, -1), -1);
 }
