@@ -8,6 +8,7 @@ pub mod op;
 pub mod port;
 pub mod rtt;
 pub mod shard;
+pub mod reduce;
 pub mod time;
 pub mod uplink;
 pub mod wire;
