@@ -22,11 +22,15 @@ fn swarm() {
             Ok(report) if number("SEED").is_some() => println!("SEED={seed} {options:?}\n{report:?}"),
             Ok(_) => {}
             Err(violation) => {
-                println!("SEED={seed} {options:?}\n  {violation}\n  replay: SEED={seed} cargo test -p sumac-tests --test swarm -- --nocapture");
+                println!(
+                    "SEED={seed} {options:?}\n  {violation}\n  replay: SEED={seed} cargo test -p sumac-tests --test swarm -- --nocapture"
+                );
                 failed.push(seed);
             }
         }
-        if failed.len() > 5 { break; }
+        if failed.len() > 5 {
+            break;
+        }
     }
     assert!(failed.is_empty(), "seeds {failed:?} failed");
 }

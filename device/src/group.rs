@@ -34,16 +34,8 @@ pub struct Child {
 
 impl Child {
     /// An entry that nobody uses.
-    pub const EMPTY: Self = Self {
-        key: 0,
-        addr: None,
-        have: ChunkNo(0),
-        next_missing: 0,
-        top: 0,
-        asked_below: 0,
-        token: 0,
-        credit: 0,
-    };
+    pub const EMPTY: Self =
+        Self { key: 0, addr: None, have: ChunkNo(0), next_missing: 0, top: 0, asked_below: 0, token: 0, credit: 0 };
 
     /// The most credit that it can save up.
     pub(crate) const CREDIT_MAX: u16 = 64;

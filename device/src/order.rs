@@ -99,13 +99,7 @@ fn take(kernel: Kernel, acc: &mut [u8], input: Input<'_>, has_value: bool) {
     }
 }
 
-fn fold(
-    kernel: Kernel,
-    stages: &mut Stages<'_>,
-    arrived: &Arrived<'_>,
-    input: Option<Input<'_>>,
-    fold_next: &mut u16,
-) {
+fn fold(kernel: Kernel, stages: &mut Stages<'_>, arrived: &Arrived<'_>, input: Option<Input<'_>>, fold_next: &mut u16) {
     let mut next = usize::from(*fold_next);
     if arrived.child != next {
         if let Some(input) = input {
@@ -162,6 +156,8 @@ fn pairwise(kernel: Kernel, stages: &mut Stages<'_>, arrived: &Arrived<'_>, inpu
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::vec;
+    use std::vec::Vec;
     use sumac_hal::op::{Dtype, ReduceOp};
 
     /// The declared expression, written down as it is said: the oracle.

@@ -116,8 +116,7 @@ fn evaluate(shape: &Shape, order: Order, dtype: Dtype, op: ReduceOp, inputs: &dy
     match shape {
         Shape::Rank(rank) => parse(dtype, &inputs(*rank)),
         Shape::Node(children) => {
-            let values: Vec<Value> =
-                children.iter().map(|child| evaluate(child, order, dtype, op, inputs)).collect();
+            let values: Vec<Value> = children.iter().map(|child| evaluate(child, order, dtype, op, inputs)).collect();
             match order {
                 Order::TreePairwise => pairwise(op, &values),
                 _ => values.into_iter().reduce(|a, b| combine(op, a, b)).expect("a node has children"),

@@ -373,7 +373,9 @@ fn tree_is_valid(tree: &TreeConfig) -> bool {
 fn supported(op: &OpDesc) -> bool {
     match op.collective {
         Collective::Barrier => op.dtype.is_none() && op.op.is_none(),
-        Collective::AllReduce => matches!((op.dtype, op.op), (Some(dtype), Some(op)) if Kernel::new(dtype, op).is_some()),
+        Collective::AllReduce => {
+            matches!((op.dtype, op.op), (Some(dtype), Some(op)) if Kernel::new(dtype, op).is_some())
+        }
         _ => false,
     }
 }

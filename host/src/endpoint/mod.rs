@@ -59,7 +59,9 @@ pub struct EndpointConfig {
 #[non_exhaustive]
 pub enum EndpointError {
     /// Ranks called different things.
-    #[error("ranks called different operations: one {first}, another {other}; all ranks must make the same calls in the same order")]
+    #[error(
+        "ranks called different operations: one {first}, another {other}; all ranks must make the same calls in the same order"
+    )]
     Mismatch {
         /// What the first to arrive called.
         first: OpDesc,
@@ -223,10 +225,8 @@ impl Endpoint {
                 let seq = self.shard(index).global(probe.from);
                 let header = self.header(Kind::Probe, seq, probe.token);
                 self.stats.probes += 1;
-                self.replies.push_back((
-                    self.config.parents[index],
-                    Repr { count: probe.count, bits: probe.held, ..header },
-                ));
+                self.replies
+                    .push_back((self.config.parents[index], Repr { count: probe.count, bits: probe.held, ..header }));
             }
         }
     }

@@ -23,8 +23,8 @@ impl Endpoint {
         let packet = Packet::new_checked(packet).ok()?;
         let repr = Repr::parse(&packet).ok()?;
         let config = &self.config;
-        let mine = (repr.group, repr.epoch, repr.child, repr.key)
-            == (config.group, config.epoch, config.child, config.key);
+        let mine =
+            (repr.group, repr.epoch, repr.child, repr.key) == (config.group, config.epoch, config.child, config.key);
         let index = self.shard_of(repr.seq.0);
         // A Status may speak of the shard's next seqs, a Nak of a group as a whole: both name a seq of theirs.
         if !mine || config.parents[index] != from {

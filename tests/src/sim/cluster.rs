@@ -144,14 +144,22 @@ pub fn run(options: &Options) -> Result<Report, Violation> {
     let mut lent = tables.iter_mut();
     let nodes = (0..wiring.nodes.len())
         .map(|node| {
-            (0..options.shards).map(|shard| new_node(options, &wiring, node, shard, lent.next().expect("one each"))).collect()
+            (0..options.shards)
+                .map(|shard| new_node(options, &wiring, node, shard, lent.next().expect("one each")))
+                .collect()
         })
         .collect::<Result<Vec<Vec<_>>, _>>()?;
     let members = (0..options.ranks)
         .map(|rank| (0..options.groups).map(|group| new_member(options, &wiring, rank, group)).collect())
         .collect();
     let f = options.faults;
-    let faults = super::net::RandomFaults { loss: f.loss, duplicate: f.duplicate, reorder: f.reorder, corrupt: f.corrupt, delay_max: f.delay_max };
+    let faults = super::net::RandomFaults {
+        loss: f.loss,
+        duplicate: f.duplicate,
+        reorder: f.reorder,
+        corrupt: f.corrupt,
+        delay_max: f.delay_max,
+    };
     let fabric = Fabric::new(options.seed, faults);
     let mut cluster = Cluster {
         options,
@@ -179,7 +187,13 @@ fn tables(options: &Options, children: u16) -> Tables {
     }
 }
 
-fn new_node<'m>(options: &Options, wiring: &Wiring, node: usize, shard: u16, tables: &'m mut Tables) -> Result<Node<'m>, Violation> {
+fn new_node<'m>(
+    options: &Options,
+    wiring: &Wiring,
+    node: usize,
+    shard: u16,
+    tables: &'m mut Tables,
+) -> Result<Node<'m>, Violation> {
     let config = NodeConfig {
         shard: Shard::new(shard, options.shards).expect("drawn within limits"),
         boot_id: BootId(options.seed ^ node as u64),
@@ -206,7 +220,8 @@ fn new_node<'m>(options: &Options, wiring: &Wiring, node: usize, shard: u16, tab
 
 fn new_member(options: &Options, wiring: &Wiring, rank: usize, group: usize) -> Member {
     let buffers = options.ops[group].iter().enumerate();
-    let buffers = buffers.map(|(op, desc)| (0..desc.count).flat_map(|i| element(options, group, rank, op, i)).collect());
+    let buffers =
+        buffers.map(|(op, desc)| (0..desc.count).flat_map(|i| element(options, group, rank, op, i)).collect());
     Member {
         endpoint: Endpoint::new(wiring.endpoint(options, rank, group)),
         memory: Memory { buffers: buffers.collect() },

@@ -55,8 +55,9 @@ impl Wiring {
 
     pub(super) fn group(&self, options: &Options, node: usize, group: usize) -> GroupConfig {
         let (id, epoch) = (group_id(group), EPOCH);
-        let parent_key =
-            self.nodes[node].parent.map_or(0, |(parent, child)| secret(options, parent).child_key(id, epoch, ChildIndex(child)));
+        let parent_key = self.nodes[node]
+            .parent
+            .map_or(0, |(parent, child)| secret(options, parent).child_key(id, epoch, ChildIndex(child)));
         GroupConfig {
             group: id,
             tree: TreeId(1),
