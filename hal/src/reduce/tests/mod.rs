@@ -56,6 +56,11 @@ fn kernels() -> impl Iterator<Item = Kernel> {
     })
 }
 
+/// The type of a contribution's elements, by PROTOCOL 9.
+fn source(kernel: Kernel, partial: bool) -> Dtype {
+    if partial { kernel.dtype().accumulator() } else { kernel.dtype() }
+}
+
 /// The one way to look at bits: a NaN is a NaN until it is rounded.
 fn canonical(dtype: Dtype, bits: u64) -> u64 {
     Format::of(dtype).filter(|format| format.is_nan(bits)).map_or(bits, Format::nan)
@@ -65,7 +70,7 @@ fn canonical(dtype: Dtype, bits: u64) -> u64 {
 fn expected(kernel: Kernel, contributions: &[(Vec<u64>, bool)]) -> (Vec<u64>, Vec<u64>) {
     let acc = kernel.accumulator();
     let widened = |(values, partial): &(Vec<u64>, bool)| -> Vec<u64> {
-        values.iter().map(|&bits| oracle::widen(kernel.source(*partial), bits)).collect()
+        values.iter().map(|&bits| oracle::widen(source(kernel, *partial), bits)).collect()
     };
     let mut sums = widened(&contributions[0]);
     for contribution in &contributions[1..] {
@@ -89,7 +94,7 @@ fn check(kernel: Kernel, contributions: &[(Vec<u64>, bool)], acc_offset: usize, 
         let (acc, tail) = rest.split_at_mut(acc_len);
         for (i, (values, partial)) in contributions.iter().enumerate() {
             let mut src = vec![GUARD; src_offset];
-            src.extend(bytes_of(kernel.source(*partial), values));
+            src.extend(bytes_of(source(kernel, *partial), values));
             let step = if i == 0 { version.load } else { version.combine };
             step(&kernel, acc, &src[src_offset..], *partial);
         }
@@ -112,7 +117,7 @@ fn check(kernel: Kernel, contributions: &[(Vec<u64>, bool)], acc_offset: usize, 
 fn special_values_meet_each_other() {
     for kernel in kernels() {
         for partial in [false, true] {
-            let all = specials(kernel.source(partial));
+            let all = specials(source(kernel, partial));
             let (a, b): (Vec<u64>, Vec<u64>) = all.iter().flat_map(|&a| all.iter().map(move |&b| (a, b))).unzip();
             let forwards = [(a.clone(), partial), (b.clone(), partial)];
             let backwards = [(b, partial), (a, partial)];
@@ -130,7 +135,7 @@ fn every_length_at_odd_addresses() {
     for kernel in kernels() {
         for len in 0..=130 {
             let contributions =
-                [false, true, false].map(|partial| (draw(&mut state, kernel.source(partial), len), partial));
+                [false, true, false].map(|partial| (draw(&mut state, source(kernel, partial), len), partial));
             check(kernel, &contributions, len % 7, (len + 3) % 5);
         }
     }
@@ -150,7 +155,7 @@ proptest! {
         let kernel = kernels().nth(which).expect("in range");
         let mut state = seed;
         let contributions: Vec<_> =
-            partials.iter().map(|&partial| (draw(&mut state, kernel.source(partial), len), partial)).collect();
+            partials.iter().map(|&partial| (draw(&mut state, source(kernel, partial), len), partial)).collect();
         check(kernel, &contributions, acc_offset, src_offset);
     }
 }
@@ -210,11 +215,16 @@ fn golden_extremes() {
 
 #[test]
 fn finish_leaves_what_lies_behind() {
-    let kernel = Kernel::new(Dtype::Bf16, ReduceOp::Sum).expect("supported");
-    let mut bytes = [1.0_f32.to_le_bytes(), 2.0_f32.to_le_bytes(), [0xa5; 4]].concat();
-    assert_eq!(kernel.finish(&mut bytes, 2), 4);
-    assert_eq!(bytes[..4], [0x80, 0x3f, 0x00, 0x40]);
-    assert_eq!(bytes[8..], [0xa5; 4]);
+    // NaNs that rounding would change, as many as would reach into the bytes behind if they were rounded too.
+    let behind = 0xffa0_0001_u32.to_le_bytes().repeat(4);
+    for (dtype, result) in [(Dtype::F32, &[0, 0, 0x80, 0x3f, 0, 0, 0, 0x40][..]), (Dtype::Bf16, &[0x80, 0x3f, 0, 0x40])]
+    {
+        let kernel = Kernel::new(dtype, ReduceOp::Sum).expect("every pair is supported");
+        let mut bytes = [&1.0_f32.to_le_bytes(), &2.0_f32.to_le_bytes(), &behind[..]].concat();
+        assert_eq!(kernel.finish(&mut bytes, 2), result.len());
+        assert_eq!(bytes[..result.len()], *result);
+        assert_eq!(bytes[8..], behind);
+    }
 }
 
 #[test]
@@ -228,9 +238,16 @@ fn lengths_are_counted_in_elements_of_the_source() {
 
 #[test]
 #[should_panic(expected = "8 bytes of f32 accumulators and 6 bytes of bf16 are not equally many elements")]
-fn combine_refuses_another_length() {
+fn combine_refuses_more_elements() {
     let kernel = Kernel::new(Dtype::Bf16, ReduceOp::Sum).expect("supported");
     kernel.combine(&mut [0; 8], &[0; 6], false);
+}
+
+#[test]
+#[should_panic(expected = "8 bytes of f32 accumulators and 2 bytes of bf16 are not equally many elements")]
+fn combine_refuses_fewer_elements() {
+    let kernel = Kernel::new(Dtype::Bf16, ReduceOp::Sum).expect("supported");
+    kernel.combine(&mut [0; 8], &[0; 2], false);
 }
 
 #[test]
