@@ -152,7 +152,7 @@ impl Live<'_> {
         let size = if partial { kernel.accumulator() } else { kernel.dtype() }.size_bytes();
         let elements = payload.len() / size;
         let limit = usize::from(self.group.config.chunk_len_bytes) / kernel.accumulator().size_bytes();
-        let fits = payload.len() % size == 0 && (1..=limit).contains(&elements);
+        let fits = payload.len().is_multiple_of(size) && (1..=limit).contains(&elements);
         fits && usize::try_from(*slot.elements.get_or_insert(elements as u32)) == Ok(elements)
     }
 

@@ -166,7 +166,10 @@ impl Node<'_> {
         }
         let chunk_len_bytes = config.chunk_len_bytes;
         let limit = self.common.config.max_packet_len_bytes.saturating_sub(HEADER_LEN);
-        if chunk_len_bytes < CHUNK_MIN_BYTES || chunk_len_bytes % 16 != 0 || usize::from(chunk_len_bytes) > limit {
+        if chunk_len_bytes < CHUNK_MIN_BYTES
+            || !chunk_len_bytes.is_multiple_of(16)
+            || usize::from(chunk_len_bytes) > limit
+        {
             return Err(Refusal::Chunk { chunk_len_bytes, limit: limit as u32 });
         }
         Ok(())
