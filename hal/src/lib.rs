@@ -2,6 +2,8 @@
 #![cfg_attr(not(any(feature = "std", test)), no_std)]
 
 pub mod ctrl;
+#[cfg(feature = "emu")]
+pub mod emu;
 pub mod ids;
 pub mod key;
 pub mod op;
@@ -10,5 +12,7 @@ pub mod reduce;
 pub mod rtt;
 pub mod shard;
 pub mod time;
+#[cfg(all(feature = "udp", target_os = "linux"))]
+pub mod udp;
 pub mod uplink;
 pub mod wire;

@@ -12,6 +12,9 @@
 //!   [`Port::flush`], sooner or later;
 //! - nothing leaves later than the next `flush`; what has left may have left earlier.
 
+#[cfg(any(test, feature = "conformance"))]
+pub mod conformance;
+
 use crate::time::Instant;
 use core::fmt;
 use core::net::SocketAddr;

@@ -1,0 +1,133 @@
+//! Faults as rules: each packet is shown to every rule in turn, and the first that does not let it pass decides.
+
+use super::Rng;
+use crate::port::Addr;
+use crate::time::Instant;
+use core::ops::Range;
+use core::time::Duration;
+
+/// A packet as a rule sees it, when it is sent.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct Frame<'a> {
+    /// How many packets were sent into the fabric before it.
+    pub index: u64,
+    /// Which packet of its path (sender, receiver) it is, from 1.
+    pub nth: u64,
+    /// When it was sent.
+    pub at: Instant,
+    /// By whom.
+    pub from: Addr,
+    /// To whom.
+    pub to: Addr,
+    /// Its bytes.
+    pub bytes: &'a [u8],
+}
+
+/// What happens to a packet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// Nothing, as far as this rule is concerned.
+    Pass,
+    /// It arrives later than it would, and others may overtake it.
+    Deliver {
+        /// By how much.
+        delay: Duration,
+    },
+    /// It arrives, and a copy arrives later.
+    Duplicate {
+        /// The copy's delay.
+        delay: Duration,
+    },
+    /// It arrives with 1 to 3 bits flipped, or cut short.
+    Corrupt,
+    /// It is lost.
+    Drop,
+}
+
+/// Decides what happens to packets. Closures `FnMut(&Frame, &mut Rng) -> Verdict` are rules too.
+pub trait Rule {
+    /// Decide about one packet. All randomness comes from `rng`: then the seed says it all.
+    fn on_packet(&mut self, frame: &Frame<'_>, rng: &mut Rng) -> Verdict;
+}
+
+impl<F: FnMut(&Frame<'_>, &mut Rng) -> Verdict> Rule for F {
+    fn on_packet(&mut self, frame: &Frame<'_>, rng: &mut Rng) -> Verdict {
+        self(frame, rng)
+    }
+}
+
+/// Faults by chance, on every path; shares are in thousandths, and each packet suffers one at most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct RandomFaults {
+    /// Packets lost.
+    pub loss_per_mille: u16,
+    /// Packets doubled.
+    pub duplicate_per_mille: u16,
+    /// Packets delayed by up to `delay_max`, so that others overtake them.
+    pub reorder_per_mille: u16,
+    /// Packets damaged.
+    pub corrupt_per_mille: u16,
+    /// The longest extra delay of a doubled or delayed packet.
+    pub delay_max: Duration,
+}
+
+impl Rule for RandomFaults {
+    fn on_packet(&mut self, _frame: &Frame<'_>, rng: &mut Rng) -> Verdict {
+        // Two draws per packet, whatever comes of them: a share that is changed leaves the other packets' dice alone.
+        let die = rng.below(1000) as u16;
+        let delay = rng.duration_up_to(self.delay_max);
+        let mut bound = 0;
+        let verdicts = [
+            (self.loss_per_mille, Verdict::Drop),
+            (self.duplicate_per_mille, Verdict::Duplicate { delay }),
+            (self.reorder_per_mille, Verdict::Deliver { delay }),
+            (self.corrupt_per_mille, Verdict::Corrupt),
+        ];
+        for (share, verdict) in verdicts {
+            bound += u32::from(share);
+            if u32::from(die) < bound {
+                return verdict;
+            }
+        }
+        Verdict::Pass
+    }
+}
+
+/// Loses everything from one set of nodes to another, for a while; the way back stays open.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Partition {
+    /// The senders cut off.
+    pub from: Vec<Addr>,
+    /// Those that do not hear them.
+    pub to: Vec<Addr>,
+    /// When.
+    pub during: Range<Instant>,
+}
+
+impl Rule for Partition {
+    fn on_packet(&mut self, frame: &Frame<'_>, _rng: &mut Rng) -> Verdict {
+        let cut = self.during.contains(&frame.at) && self.from.contains(&frame.from) && self.to.contains(&frame.to);
+        if cut { Verdict::Drop } else { Verdict::Pass }
+    }
+}
+
+/// Does something to one packet of a path: "lose the third from a to b".
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NthPacket {
+    /// The path's sender.
+    pub from: Addr,
+    /// The path's receiver.
+    pub to: Addr,
+    /// Which packet of the path, from 1.
+    pub nth: u64,
+    /// What happens to it.
+    pub verdict: Verdict,
+}
+
+impl Rule for NthPacket {
+    fn on_packet(&mut self, frame: &Frame<'_>, _rng: &mut Rng) -> Verdict {
+        let hit = (frame.from, frame.to, frame.nth) == (self.from, self.to, self.nth);
+        if hit { self.verdict } else { Verdict::Pass }
+    }
+}

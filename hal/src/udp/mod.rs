@@ -1,0 +1,226 @@
+//! A port over a real UDP socket (Linux).
+//!
+//! Many packets move per system call: `recvmmsg` and `sendmmsg`, and, where the kernel has them, segmentation
+//! offloads (`UDP_SEGMENT`, `UDP_GRO`), with which a run of packets to one peer crosses the kernel's stack once.
+//! On loopback, where a small datagram costs microseconds, that is a factor of 25.
+//!
+//! Invariants:
+//! - sending and receiving take no lock and allocate nothing; all buffers are made by [`UdpPort::bind`];
+//! - no call but [`WaitPort::wait`] blocks;
+//! - packets that the kernel has no room for stay queued, in order; those that can't be sent are dropped and counted.
+//!
+//! A port ignores the `now` that it is given: the kernel's clock is the wire's.
+
+mod config;
+mod rx;
+mod sys;
+#[cfg(test)]
+mod tests;
+mod tx;
+mod wait;
+
+pub use config::{MAX_DATAGRAM_LEN_BYTES, Offload, UdpConfig, UdpError, UdpStats};
+pub use wait::Waker;
+
+use crate::port::{Addr, Capabilities, Port, RxToken, TxToken, WaitPort, Wake};
+use crate::time::Instant;
+use rustix::net::sockopt;
+use rx::RxQueue;
+use std::io;
+use std::net::{SocketAddr, UdpSocket};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Duration;
+use tx::TxQueue;
+
+/// The most packets of the transmit queue.
+const TX_PACKETS: usize = 256;
+
+/// What the transmit arena aims at: within a second-level cache.
+const TX_ARENA_BYTES: usize = 512 << 10;
+
+/// The fewest packets that the arena has room for, however long they are.
+const TX_MIN_PACKETS: usize = 8;
+
+/// A kernel buffer of `n` bytes surely holds `n * 2 / 5` bytes of packets of 1 KiB and more: it counts allocated
+/// memory (`truesize`), which is rounded up to powers of two and has some 600 bytes of its own per packet.
+const TRUESIZE_RATIO: (usize, usize) = (2, 5);
+
+/// A port over a UDP socket.
+pub struct UdpPort {
+    socket: UdpSocket,
+    local_addr: SocketAddr,
+    capabilities: Capabilities,
+    rx: RxQueue,
+    tx: TxQueue,
+    gro: bool,
+    waker: Waker,
+    spin: Duration,
+    stats: UdpStats,
+}
+
+impl UdpPort {
+    /// Open a port on `addr`, one of this host's addresses; UDP port 0 lets the kernel choose.
+    ///
+    /// # Errors
+    /// See [`UdpError`].
+    pub fn bind(addr: SocketAddr, config: &UdpConfig) -> Result<Self, UdpError> {
+        if addr.ip().is_unspecified() {
+            return Err(UdpError::Unspecified { addr });
+        }
+        let max_packet_len_bytes = config.packet_len(addr)?;
+        let open = || -> io::Result<(UdpSocket, SocketAddr, usize, Waker)> {
+            let socket = UdpSocket::bind(addr)?;
+            socket.set_nonblocking(true)?;
+            let receive_buffer_bytes = set_buffers(&socket, config)?;
+            let local_addr = socket.local_addr()?;
+            Ok((socket, local_addr, receive_buffer_bytes, Waker::new()?))
+        };
+        let (socket, local_addr, receive_buffer_bytes, waker) =
+            open().map_err(|source| UdpError::Io { what: "open a UDP socket", addr, source })?;
+        let gso = config.gso == Offload::Auto && sys::has_gso(socket.as_fd());
+        let gro = config.gro == Offload::Auto && sys::enable_gro(socket.as_fd());
+        let arena_len_bytes = TX_ARENA_BYTES.max(TX_MIN_PACKETS * max_packet_len_bytes.next_multiple_of(64));
+        let burst_packets = (arena_len_bytes / max_packet_len_bytes.next_multiple_of(64)).min(TX_PACKETS);
+        Ok(Self {
+            local_addr,
+            capabilities: Capabilities::new(max_packet_len_bytes, receive_buffer_bytes, burst_packets),
+            rx: RxQueue::new(max_packet_len_bytes, gro),
+            tx: TxQueue::new(TX_PACKETS, arena_len_bytes, max_packet_len_bytes, gso),
+            gro,
+            waker,
+            spin: config.spin,
+            stats: UdpStats::default(),
+            socket,
+        })
+    }
+
+    /// Return what the port has counted so far.
+    pub fn stats(&self) -> UdpStats {
+        self.stats
+    }
+
+    /// Return whether runs of packets leave segmented by the kernel, and arrive coalesced.
+    pub fn offloads(&self) -> (bool, bool) {
+        (self.tx.gso(), self.gro)
+    }
+
+    /// Return a handle that wakes this port's waiting thread from any other.
+    pub fn waker(&self) -> Waker {
+        self.waker.clone()
+    }
+
+    /// Return the socket, for a loop that waits on several things. Take packets until there are none before waiting
+    /// on it: those already fetched in a batch do not make it readable.
+    pub fn poll_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl std::fmt::Debug for UdpPort {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("UdpPort")
+            .field("local_addr", &self.local_addr)
+            .field("capabilities", &self.capabilities)
+            .field("stats", &self.stats)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A packet in the receive batch.
+#[derive(Debug)]
+pub struct UdpRx<'a> {
+    from: SocketAddr,
+    bytes: &'a [u8],
+}
+
+impl RxToken for UdpRx<'_> {
+    fn consume<R>(self, f: impl FnOnce(Addr, &[u8]) -> R) -> R {
+        f(Addr::Udp(self.from), self.bytes)
+    }
+}
+
+/// Room in the transmit arena.
+pub struct UdpTx<'a> {
+    tx: &'a mut TxQueue,
+    /// `None` where this socket can't send: the packet is written, dropped and counted.
+    to: Option<SocketAddr>,
+    stats: &'a mut UdpStats,
+}
+
+impl std::fmt::Debug for UdpTx<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("UdpTx").field("to", &self.to).finish_non_exhaustive()
+    }
+}
+
+impl TxToken for UdpTx<'_> {
+    fn consume<R>(self, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
+        // `transmit` saw that there is room, and has held the queue since.
+        let buffer = self.tx.reserve().unwrap_or_default();
+        let room = buffer.len();
+        let (len_bytes, result) = f(buffer);
+        assert!(len_bytes <= room, "a packet of {len_bytes} bytes was claimed in a buffer of {room}");
+        match self.to {
+            Some(to) if len_bytes > 0 => self.tx.commit(to, len_bytes),
+            None if len_bytes > 0 => self.stats.send_dropped_packets += 1,
+            _ => {}
+        }
+        result
+    }
+}
+
+impl Port for UdpPort {
+    type Rx<'a> = UdpRx<'a>;
+    type Tx<'a> = UdpTx<'a>;
+
+    fn capabilities(&self) -> Capabilities {
+        self.capabilities
+    }
+
+    fn local_addr(&self) -> Addr {
+        Addr::Udp(self.local_addr)
+    }
+
+    fn receive(&mut self, _now: Instant) -> Option<UdpRx<'_>> {
+        if !self.rx.fill(self.socket.as_fd(), &mut self.stats) {
+            return None;
+        }
+        let (from, message, range) = self.rx.advance()?;
+        Some(UdpRx { from, bytes: self.rx.bytes(message, range) })
+    }
+
+    fn transmit(&mut self, to: Addr, _now: Instant) -> Option<UdpTx<'_>> {
+        self.tx.reserve()?;
+        let to = match to {
+            Addr::Udp(to) if to.is_ipv4() == self.local_addr.is_ipv4() && to.port() != 0 => Some(to),
+            _ => None,
+        };
+        Some(UdpTx { tx: &mut self.tx, to, stats: &mut self.stats })
+    }
+
+    fn flush(&mut self, _now: Instant) {
+        self.tx.flush(self.socket.as_fd(), &mut self.stats);
+    }
+}
+
+impl WaitPort for UdpPort {
+    fn wait(&mut self, timeout: Option<Duration>) -> Wake {
+        self.wait_for(timeout)
+    }
+}
+
+/// Size the socket's buffers, and return how many bytes of packets the receive buffer holds.
+fn set_buffers(socket: &UdpSocket, config: &UdpConfig) -> io::Result<usize> {
+    // The kernel doubles what it is asked for, to have room for its own (socket(7)); both figures are in its terms.
+    let (part, whole) = TRUESIZE_RATIO;
+    let asked = config.receive_buffer_bytes.saturating_mul(whole).div_ceil(2 * part).min(i32::MAX as usize / 2);
+    // Beyond the system's limit for who may (CAP_NET_ADMIN); up to it for everybody else.
+    if sockopt::set_socket_recv_buffer_size_force(socket, asked).is_err() {
+        sockopt::set_socket_recv_buffer_size(socket, asked)?;
+    }
+    let send = config.send_buffer_bytes.min(i32::MAX as usize / 2);
+    if sockopt::set_socket_send_buffer_size_force(socket, send).is_err() {
+        sockopt::set_socket_send_buffer_size(socket, send)?;
+    }
+    Ok(sockopt::socket_recv_buffer_size(socket)? / whole * part)
+}

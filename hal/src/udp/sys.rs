@@ -1,0 +1,380 @@
+//! The system calls that no safe crate offers without allocating: `sendmmsg`, `recvmmsg` and UDP's
+//! segmentation options (Linux 4.18 for `UDP_SEGMENT`, 5.0 for `UDP_GRO`; see udp(7)).
+//!
+//! All unsafe code of the port is here, behind safe functions. Invariants:
+//! - every pointer handed to the kernel is made from a live borrow within the same call, and none is used after it;
+//! - the kernel's lengths are clamped to the buffers before a slice is cut by them.
+
+use rustix::io::Errno;
+use std::mem::{self, MaybeUninit};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
+use std::ops::Range;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr;
+
+/// A socket address in the kernel's layout.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) union SockName {
+    family: libc::sa_family_t,
+    v4: libc::sockaddr_in,
+    v6: libc::sockaddr_in6,
+}
+
+impl SockName {
+    fn zeroed() -> Self {
+        // SAFETY: both structures are plain integers and arrays of integers, for which all zeroes is valid.
+        unsafe { mem::zeroed() }
+    }
+
+    fn len(&self) -> libc::socklen_t {
+        // SAFETY: `family` is the first field of both structures, and every constructor fills it.
+        let family = unsafe { self.family };
+        let len = if family == libc::AF_INET as u16 {
+            size_of::<libc::sockaddr_in>()
+        } else {
+            size_of::<libc::sockaddr_in6>()
+        };
+        len as libc::socklen_t
+    }
+
+    /// Read the address back; `None` if it is of a family that no UDP socket has.
+    fn to_socket_addr(self) -> Option<SocketAddr> {
+        // SAFETY: the family says which structure the kernel wrote; both are plain integers, valid for any bytes.
+        unsafe {
+            match i32::from(self.family) {
+                libc::AF_INET => {
+                    let ip = Ipv4Addr::from(u32::from_be(self.v4.sin_addr.s_addr));
+                    Some(SocketAddrV4::new(ip, u16::from_be(self.v4.sin_port)).into())
+                }
+                libc::AF_INET6 => {
+                    let v6 = self.v6;
+                    let ip = Ipv6Addr::from(v6.sin6_addr.s6_addr);
+                    // The flow label is the sender's business of the moment, and no part of who it is.
+                    Some(SocketAddrV6::new(ip, u16::from_be(v6.sin6_port), 0, v6.sin6_scope_id).into())
+                }
+                _ => None,
+            }
+        }
+    }
+}
+
+impl From<SocketAddr> for SockName {
+    fn from(addr: SocketAddr) -> Self {
+        let mut name = Self::zeroed();
+        match addr {
+            SocketAddr::V4(addr) => {
+                name.v4 = libc::sockaddr_in {
+                    sin_family: libc::AF_INET as libc::sa_family_t,
+                    sin_port: addr.port().to_be(),
+                    sin_addr: libc::in_addr { s_addr: u32::from(*addr.ip()).to_be() },
+                    sin_zero: [0; 8],
+                };
+            }
+            SocketAddr::V6(addr) => {
+                name.v6 = libc::sockaddr_in6 {
+                    sin6_family: libc::AF_INET6 as libc::sa_family_t,
+                    sin6_port: addr.port().to_be(),
+                    sin6_flowinfo: addr.flowinfo(),
+                    sin6_addr: libc::in6_addr { s6_addr: addr.ip().octets() },
+                    sin6_scope_id: addr.scope_id(),
+                };
+            }
+        }
+        name
+    }
+}
+
+/// Room for one control message with an integer in it (24 bytes on 64-bit machines), aligned as the kernel wants it.
+#[derive(Clone, Copy)]
+#[repr(C, align(8))]
+struct Control([u8; 32]);
+
+/// Storage whose contents are rebuilt by each call.
+struct Scratch<T>(Vec<T>);
+
+// SAFETY: what keeps `T` from being `Send` are raw pointers to buffers. They are written and used within one call of
+// `SendBatch::send` or `RecvBatch::recv`, which hold the only reference to the storage; between calls nobody reads them.
+unsafe impl<T> Send for Scratch<T> {}
+
+/// One message of a batch: one or more equal-size packets (the last may be shorter) to one destination.
+#[derive(Clone, Copy)]
+pub(super) struct Message {
+    /// Where to.
+    pub(super) to: SockName,
+    /// Which of the batch's ranges it takes.
+    pub(super) parts: (usize, usize),
+    /// The size of all packets but the last, for the kernel to cut the message by; 0 for a single packet.
+    pub(super) segment_len_bytes: u16,
+}
+
+/// What `sendmmsg` reads.
+pub(super) struct SendBatch {
+    headers: Scratch<libc::mmsghdr>,
+    iovecs: Scratch<libc::iovec>,
+    controls: Scratch<Control>,
+}
+
+impl SendBatch {
+    /// Make room for `messages` messages of `parts` packets in all.
+    pub(super) fn new(messages: usize, parts: usize) -> Self {
+        Self {
+            headers: Scratch(Vec::with_capacity(messages)),
+            iovecs: Scratch(Vec::with_capacity(parts)),
+            controls: Scratch(Vec::with_capacity(messages)),
+        }
+    }
+
+    /// Send `messages`, whose packets are `parts` of `arena`, without blocking.
+    ///
+    /// # Returns
+    /// How many messages the kernel took, from the first on.
+    ///
+    /// # Errors
+    /// What kept the first message from being sent.
+    ///
+    /// # Panics
+    /// If a range is outside the arena, or a message's parts are outside `parts`.
+    pub(super) fn send(
+        &mut self,
+        fd: BorrowedFd<'_>,
+        arena: &[u8],
+        messages: &[Message],
+        parts: &[Range<usize>],
+    ) -> Result<usize, Errno> {
+        self.iovecs.0.clear();
+        self.iovecs.0.extend(parts.iter().map(|part| {
+            let bytes = &arena[part.clone()];
+            libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() }
+        }));
+        self.controls.0.clear();
+        self.controls.0.resize(messages.len(), Control([0; 32]));
+        self.headers.0.clear();
+        for (message, control) in messages.iter().zip(&mut self.controls.0) {
+            let mut header = zeroed_header();
+            header.msg_hdr.msg_name = ptr::from_ref(&message.to).cast_mut().cast();
+            header.msg_hdr.msg_namelen = message.to.len();
+            let iovecs = &self.iovecs.0[message.parts.0..message.parts.1];
+            header.msg_hdr.msg_iov = iovecs.as_ptr().cast_mut();
+            header.msg_hdr.msg_iovlen = iovecs.len() as _;
+            if message.segment_len_bytes > 0 {
+                put_segment_len(&mut header.msg_hdr, control, message.segment_len_bytes);
+            }
+            self.headers.0.push(header);
+        }
+        let count = self.headers.0.len() as libc::c_uint;
+        // SAFETY: every pointer in the headers was made above from `arena`, `messages` and this batch's own storage,
+        // which are borrowed until the call returns and were not moved or resized since; `sendmmsg` writes only to
+        // the headers (`msg_len`).
+        let sent =
+            unsafe { libc::sendmmsg(fd.as_raw_fd(), self.headers.0.as_mut_ptr(), count, libc::MSG_DONTWAIT as _) };
+        usize::try_from(sent).map_err(|_| last_errno())
+    }
+}
+
+/// One message as it arrived.
+#[derive(Clone, Copy)]
+pub(super) struct Arrived {
+    /// From whom; `None` if the kernel named a family that is not the Internet's.
+    pub(super) from: Option<SocketAddr>,
+    /// Its length in bytes.
+    pub(super) len_bytes: usize,
+    /// The size of all packets in it but the last; its length if it is one packet.
+    pub(super) segment_len_bytes: usize,
+    /// It was longer than the buffer, and cut.
+    pub(super) truncated: bool,
+}
+
+/// What `recvmmsg` fills: `messages` buffers of `stride_bytes` each.
+pub(super) struct RecvBatch {
+    headers: Scratch<libc::mmsghdr>,
+    iovecs: Scratch<libc::iovec>,
+    controls: Scratch<Control>,
+    names: Scratch<SockName>,
+    arena: Box<[u8]>,
+    stride_bytes: usize,
+}
+
+impl RecvBatch {
+    /// Make room for `messages` messages of up to `stride_bytes`.
+    pub(super) fn new(messages: usize, stride_bytes: usize) -> Self {
+        Self {
+            headers: Scratch(Vec::with_capacity(messages)),
+            iovecs: Scratch(Vec::with_capacity(messages)),
+            controls: Scratch(vec![Control([0; 32]); messages]),
+            names: Scratch(vec![SockName::zeroed(); messages]),
+            arena: vec![0; messages * stride_bytes].into_boxed_slice(),
+            stride_bytes,
+        }
+    }
+
+    /// Receive what is there, without blocking.
+    ///
+    /// # Returns
+    /// How many messages arrived, at least 1.
+    ///
+    /// # Errors
+    /// `AGAIN` if there is nothing, or what the kernel says.
+    pub(super) fn recv(&mut self, fd: BorrowedFd<'_>) -> Result<usize, Errno> {
+        self.headers.0.clear();
+        self.iovecs.0.clear();
+        for buffer in self.arena.chunks_exact_mut(self.stride_bytes) {
+            self.iovecs.0.push(libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() });
+        }
+        let slots = self.iovecs.0.iter_mut().zip(&mut self.controls.0).zip(&mut self.names.0);
+        for ((iovec, control), name) in slots {
+            let mut header = zeroed_header();
+            header.msg_hdr.msg_name = ptr::from_mut(name).cast();
+            header.msg_hdr.msg_namelen = size_of::<SockName>() as libc::socklen_t;
+            header.msg_hdr.msg_iov = iovec;
+            header.msg_hdr.msg_iovlen = 1;
+            header.msg_hdr.msg_control = control.0.as_mut_ptr().cast();
+            header.msg_hdr.msg_controllen = control.0.len() as _;
+            self.headers.0.push(header);
+        }
+        let count = self.headers.0.len() as libc::c_uint;
+        // SAFETY: every pointer in the headers was made above from this batch's own storage, which nobody else can
+        // reach during the call and which was not moved or resized since; the lengths beside them are the buffers'.
+        let received = unsafe {
+            libc::recvmmsg(fd.as_raw_fd(), self.headers.0.as_mut_ptr(), count, libc::MSG_DONTWAIT as _, ptr::null_mut())
+        };
+        usize::try_from(received).map_err(|_| last_errno())
+    }
+
+    /// Describe message `i` of the last `recv`.
+    pub(super) fn arrived(&self, i: usize) -> Arrived {
+        let header = &self.headers.0[i];
+        let len_bytes = (header.msg_len as usize).min(self.stride_bytes);
+        let segment_len_bytes = segment_len(&header.msg_hdr, &self.controls.0[i]).unwrap_or(len_bytes);
+        Arrived {
+            from: self.names.0[i].to_socket_addr(),
+            len_bytes,
+            segment_len_bytes,
+            truncated: header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0,
+        }
+    }
+
+    /// Return the buffer of message `i`.
+    pub(super) fn buffer(&self, i: usize) -> &[u8] {
+        &self.arena[i * self.stride_bytes..][..self.stride_bytes]
+    }
+}
+
+/// Ask the kernel whether it segments datagrams (`UDP_SEGMENT`).
+pub(super) fn has_gso(fd: BorrowedFd<'_>) -> bool {
+    let mut value = MaybeUninit::<libc::c_int>::uninit();
+    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: `value` and `len` live until the call returns, and `len` is the size of `value`, which is not read.
+    let rc = unsafe {
+        libc::getsockopt(fd.as_raw_fd(), libc::SOL_UDP, libc::UDP_SEGMENT, value.as_mut_ptr().cast(), &raw mut len)
+    };
+    rc == 0
+}
+
+/// Have the kernel coalesce what arrives (`UDP_GRO`); return whether it will.
+pub(super) fn enable_gro(fd: BorrowedFd<'_>) -> bool {
+    let on: libc::c_int = 1;
+    let len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: `on` lives until the call returns, and `len` is its size.
+    let rc = unsafe { libc::setsockopt(fd.as_raw_fd(), libc::SOL_UDP, libc::UDP_GRO, ptr::from_ref(&on).cast(), len) };
+    rc == 0
+}
+
+fn zeroed_header() -> libc::mmsghdr {
+    // SAFETY: integers and pointers, for which all zeroes (null) is valid.
+    unsafe { mem::zeroed() }
+}
+
+fn last_errno() -> Errno {
+    Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
+}
+
+/// Tell the kernel to cut the message into segments of `len_bytes`.
+fn put_segment_len(header: &mut libc::msghdr, control: &mut Control, len_bytes: u16) {
+    header.msg_control = control.0.as_mut_ptr().cast();
+    // SAFETY: `control` is aligned and, with 32 bytes, has room for a header and a `u16` (`CMSG_SPACE(2)` is 24 on
+    // 64-bit machines), so `CMSG_FIRSTHDR` is not null and `CMSG_DATA` is inside; the write is unaligned.
+    unsafe {
+        header.msg_controllen = libc::CMSG_SPACE(size_of::<u16>() as u32) as _;
+        let cmsg = libc::CMSG_FIRSTHDR(header);
+        (*cmsg).cmsg_level = libc::SOL_UDP;
+        (*cmsg).cmsg_type = libc::UDP_SEGMENT;
+        (*cmsg).cmsg_len = libc::CMSG_LEN(size_of::<u16>() as u32) as _;
+        libc::CMSG_DATA(cmsg).cast::<u16>().write_unaligned(len_bytes);
+    }
+}
+
+/// Read the segment size that the kernel attached, if it coalesced.
+fn segment_len(header: &libc::msghdr, control: &Control) -> Option<usize> {
+    // The control message is read from the borrowed storage, not through the pointer of the last call.
+    #[allow(clippy::unnecessary_cast, reason = "the type of msg_controllen differs between C libraries")]
+    let controllen = header.msg_controllen as usize;
+    let header_len = size_of::<libc::cmsghdr>();
+    let filled = controllen.min(control.0.len());
+    if filled < header_len + size_of::<libc::c_int>() {
+        return None;
+    }
+    // SAFETY: `control` is aligned for `cmsghdr` and longer than it; its fields are integers, valid for any bytes.
+    let cmsg = unsafe { control.0.as_ptr().cast::<libc::cmsghdr>().read() };
+    if cmsg.cmsg_level != libc::SOL_UDP || cmsg.cmsg_type != libc::UDP_GRO {
+        return None;
+    }
+    let value = libc::c_int::from_ne_bytes(control.0[header_len..header_len + 4].try_into().ok()?);
+    usize::try_from(value).ok().filter(|&len| len > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::UdpSocket;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn addresses_survive_the_kernels_layout() {
+        for text in ["127.0.0.1:1", "10.255.0.7:65535", "[::1]:4791", "[fe80::1%3]:9"] {
+            let addr: SocketAddr = text.parse().unwrap();
+            assert_eq!(SockName::from(addr).to_socket_addr(), Some(addr));
+        }
+        assert_eq!(SockName::zeroed().to_socket_addr(), None);
+    }
+
+    #[test]
+    fn segment_length_is_read_back_from_where_it_is_put() {
+        let mut control = Control([0; 32]);
+        let mut header = zeroed_header().msg_hdr;
+        put_segment_len(&mut header, &mut control, 1472);
+        // What is sent (a u16 as UDP_SEGMENT) is not what arrives (an int as UDP_GRO).
+        assert_eq!(segment_len(&header, &control), None);
+        // SAFETY: as in `put_segment_len`.
+        unsafe { (*control.0.as_mut_ptr().cast::<libc::cmsghdr>()).cmsg_type = libc::UDP_GRO };
+        assert_eq!(segment_len(&header, &control), Some(1472));
+    }
+
+    #[test]
+    fn a_batch_of_two_destinations_and_one_segmented_message() {
+        let socket = || UdpSocket::bind("127.0.0.1:0").unwrap();
+        let (a, b, c) = (socket(), socket(), socket());
+        let arena: Vec<u8> = (0..=99).collect();
+        let parts = [0..40, 40..80, 80..90, 90..100];
+        let to = |socket: &UdpSocket| SockName::from(socket.local_addr().unwrap());
+        let gso = has_gso(a.as_fd());
+        let messages = [
+            Message { to: to(&b), parts: (0, if gso { 3 } else { 1 }), segment_len_bytes: if gso { 40 } else { 0 } },
+            Message { to: to(&c), parts: (3, 4), segment_len_bytes: 0 },
+        ];
+        let mut batch = SendBatch::new(2, 4);
+        assert_eq!(batch.send(a.as_fd(), &arena, &messages, &parts), Ok(2));
+        let mut recv = RecvBatch::new(4, 64);
+        let n = recv.recv(b.as_fd()).unwrap();
+        let lens: Vec<usize> = (0..n).map(|i| recv.arrived(i).len_bytes).collect();
+        assert_eq!(lens, if gso { vec![40, 40, 10] } else { vec![40] });
+        assert_eq!(recv.arrived(0).from, Some(a.local_addr().unwrap()));
+        assert_eq!(recv.buffer(0)[..40], arena[..40]);
+        assert_eq!(recv.recv(c.as_fd()), Ok(1));
+        assert_eq!(recv.buffer(0)[..10], arena[90..]);
+        assert_eq!(recv.recv(c.as_fd()), Err(Errno::AGAIN));
+        a.send_to(&[7; 65], c.local_addr().unwrap()).unwrap();
+        assert_eq!(recv.recv(c.as_fd()), Ok(1));
+        assert!(recv.arrived(0).truncated);
+    }
+}

@@ -1,0 +1,264 @@
+//! The conformance suite on real sockets, and what is particular to them.
+
+use super::*;
+use crate::port::conformance::{Testbed, Violation, WaitTestbed, run, run_wait};
+use std::net::{Ipv4Addr, Ipv6Addr};
+
+const LOOPBACK: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
+
+struct UdpBed {
+    addr: SocketAddr,
+    config: UdpConfig,
+    start: std::time::Instant,
+    /// Sockets that are bound, so that nobody else gets their ports, and closed again where that is wanted.
+    gone: Option<SocketAddr>,
+}
+
+impl UdpBed {
+    fn new(addr: SocketAddr, config: UdpConfig) -> Self {
+        Self { addr, config, start: std::time::Instant::now(), gone: None }
+    }
+}
+
+impl Testbed for UdpBed {
+    type Port = UdpPort;
+
+    fn ports(&mut self, n: usize) -> Vec<UdpPort> {
+        (0..n).map(|_| UdpPort::bind(self.addr, &self.config).unwrap()).collect()
+    }
+
+    fn nowhere(&mut self) -> Addr {
+        let addr = *self.gone.get_or_insert_with(|| UdpSocket::bind(self.addr).unwrap().local_addr().unwrap());
+        Addr::Udp(addr)
+    }
+
+    fn now(&self) -> Instant {
+        Instant::from_nanos(self.start.elapsed().as_nanos() as u64)
+    }
+
+    fn pass(&mut self) {
+        std::thread::yield_now();
+    }
+}
+
+impl WaitTestbed for UdpBed {
+    fn waker(&mut self, port: &UdpPort) -> Box<dyn Fn() + Send> {
+        let waker = port.waker();
+        Box::new(move || waker.wake())
+    }
+}
+
+fn conforms(addr: SocketAddr, config: UdpConfig) {
+    // Small enough to be filled quickly, several times over.
+    let config = UdpConfig { receive_buffer_bytes: 1 << 20, ..config };
+    let mut bed = UdpBed::new(addr, config);
+    assert_eq!(run(&mut bed), Ok(()));
+    assert_eq!(run_wait(&mut bed), Ok(()));
+}
+
+#[test]
+fn conforms_with_offloads() {
+    conforms(LOOPBACK, UdpConfig::default());
+}
+
+#[test]
+fn conforms_without_offloads() {
+    conforms(LOOPBACK, UdpConfig { gso: Offload::Off, gro: Offload::Off, ..UdpConfig::default() });
+}
+
+#[test]
+fn conforms_with_one_offload_only() {
+    conforms(LOOPBACK, UdpConfig { gro: Offload::Off, spin: Duration::ZERO, ..UdpConfig::default() });
+    conforms(LOOPBACK, UdpConfig { gso: Offload::Off, spin: Duration::from_micros(50), ..UdpConfig::default() });
+}
+
+#[test]
+fn conforms_with_packets_of_an_ethernet_frame() {
+    conforms(LOOPBACK, UdpConfig { max_packet_len_bytes: Some(1472), ..UdpConfig::default() });
+}
+
+#[test]
+fn conforms_over_ipv6() {
+    let addr = SocketAddr::from((Ipv6Addr::LOCALHOST, 0));
+    if UdpSocket::bind(addr).is_err() {
+        eprintln!("skipped: this machine has no IPv6 loopback");
+        return;
+    }
+    conforms(addr, UdpConfig::default());
+}
+
+/// A port whose `wait` is broken.
+struct Deaf {
+    inner: UdpPort,
+    to_packets: bool,
+}
+
+impl Port for Deaf {
+    type Rx<'a> = UdpRx<'a>;
+    type Tx<'a> = UdpTx<'a>;
+
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    fn local_addr(&self) -> Addr {
+        self.inner.local_addr()
+    }
+
+    fn receive(&mut self, now: Instant) -> Option<UdpRx<'_>> {
+        self.inner.receive(now)
+    }
+
+    fn transmit(&mut self, to: Addr, now: Instant) -> Option<UdpTx<'_>> {
+        self.inner.transmit(to, now)
+    }
+
+    fn flush(&mut self, now: Instant) {
+        self.inner.flush(now);
+    }
+}
+
+impl WaitPort for Deaf {
+    fn wait(&mut self, _timeout: Option<Duration>) -> Wake {
+        match self.inner.wait(Some(Duration::ZERO)) {
+            Wake::Packet if self.to_packets => Wake::Timeout,
+            Wake::Woken if !self.to_packets => Wake::Timeout,
+            other => other,
+        }
+    }
+}
+
+struct DeafBed {
+    bed: UdpBed,
+    to_packets: bool,
+}
+
+impl Testbed for DeafBed {
+    type Port = Deaf;
+
+    fn ports(&mut self, n: usize) -> Vec<Deaf> {
+        let to_packets = self.to_packets;
+        self.bed.ports(n).into_iter().map(|inner| Deaf { inner, to_packets }).collect()
+    }
+
+    fn nowhere(&mut self) -> Addr {
+        self.bed.nowhere()
+    }
+
+    fn now(&self) -> Instant {
+        self.bed.now()
+    }
+
+    fn pass(&mut self) {
+        self.bed.pass();
+    }
+}
+
+impl WaitTestbed for DeafBed {
+    fn waker(&mut self, port: &Deaf) -> Box<dyn Fn() + Send> {
+        self.bed.waker(&port.inner)
+    }
+}
+
+#[test]
+fn a_port_that_sleeps_over_things_is_found_out() {
+    for (to_packets, expected) in [(true, Wake::Packet), (false, Wake::Woken)] {
+        let bed = UdpBed::new(LOOPBACK, UdpConfig::default());
+        let found = run_wait(&mut DeafBed { bed, to_packets });
+        assert!(matches!(found, Err(Violation::Wake { expected: other, .. }) if other == expected), "{found:?}");
+    }
+}
+
+#[test]
+fn bad_configurations_are_named() {
+    let any = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
+    assert!(matches!(UdpPort::bind(any, &UdpConfig::default()), Err(UdpError::Unspecified { addr }) if addr == any));
+    for asked in [0, MAX_DATAGRAM_LEN_BYTES + 1] {
+        let config = UdpConfig { max_packet_len_bytes: Some(asked), ..UdpConfig::default() };
+        assert!(matches!(UdpPort::bind(LOOPBACK, &config), Err(UdpError::PacketLength { asked: a }) if a == asked));
+    }
+    let taken = UdpPort::bind(LOOPBACK, &UdpConfig::default()).unwrap();
+    let error = UdpPort::bind(taken.local_addr, &UdpConfig::default()).unwrap_err();
+    assert!(error.to_string().contains(&taken.local_addr.to_string()), "{error}");
+}
+
+#[test]
+fn loopback_takes_the_longest_datagram() {
+    let port = UdpPort::bind(LOOPBACK, &UdpConfig::default()).unwrap();
+    assert_eq!(port.capabilities().max_packet_len_bytes, MAX_DATAGRAM_LEN_BYTES);
+    let peer = Some(SocketAddr::from((Ipv4Addr::LOCALHOST, 9)));
+    let towards = UdpPort::bind(LOOPBACK, &UdpConfig { peer, ..UdpConfig::default() }).unwrap();
+    assert_eq!(towards.capabilities(), port.capabilities());
+}
+
+fn send(port: &mut UdpPort, to: Addr, len: usize) {
+    port.transmit(to, Instant::ZERO).unwrap().consume(|buffer| (buffer[..len].fill(7), (len, ())).1);
+}
+
+#[test]
+fn the_wrong_kind_of_destination_is_dropped_and_counted() {
+    let mut port = UdpPort::bind(LOOPBACK, &UdpConfig::default()).unwrap();
+    send(&mut port, Addr::Emu(1), 10);
+    send(&mut port, Addr::Udp(SocketAddr::from((Ipv6Addr::LOCALHOST, 9))), 10);
+    send(&mut port, Addr::Udp(LOOPBACK), 10);
+    assert_eq!(port.stats().send_dropped_packets, 3);
+    // The kernel refuses a broadcast by a socket that has not asked for it; a run too, and runs still work after it.
+    let broadcast = Addr::Udp(SocketAddr::from((Ipv4Addr::BROADCAST, 9)));
+    (0..5).for_each(|_| send(&mut port, broadcast, 10));
+    let own = port.local_addr();
+    (0..5).for_each(|_| send(&mut port, own, 10));
+    let offloads = port.offloads();
+    port.flush(Instant::ZERO);
+    assert_eq!(port.offloads(), offloads);
+    assert_eq!((port.stats().send_dropped_packets, port.stats().sent_packets), (8, 5));
+}
+
+#[test]
+fn runs_cross_the_kernel_in_few_calls() {
+    let config = UdpConfig { max_packet_len_bytes: Some(1472), ..UdpConfig::default() };
+    let mut ports = UdpBed::new(LOOPBACK, config).ports(5);
+    let mut device = ports.pop().unwrap();
+    for _ in 0..40 {
+        for child in &ports {
+            send(&mut device, child.local_addr(), 1472);
+        }
+    }
+    device.flush(Instant::ZERO);
+    let stats = device.stats();
+    assert_eq!((stats.sent_packets, stats.sent_bytes), (160, 160 * 1472));
+    let calls = if device.offloads().0 { 1 } else { 3 };
+    assert_eq!(stats.send_calls, calls);
+    for child in &mut ports {
+        let mut packets = 0;
+        while child.receive(Instant::ZERO).is_some() {
+            packets += 1;
+        }
+        assert_eq!((packets, child.stats().received_packets), (40, 40));
+    }
+}
+
+#[test]
+fn what_is_too_long_for_a_receiver_is_dropped_and_counted() {
+    for gro in [Offload::Auto, Offload::Off] {
+        let mut a = UdpPort::bind(LOOPBACK, &UdpConfig::default()).unwrap();
+        let config = UdpConfig { max_packet_len_bytes: Some(100), gro, ..UdpConfig::default() };
+        let mut b = UdpPort::bind(LOOPBACK, &config).unwrap();
+        for len in [101, 5000, 100] {
+            send(&mut a, b.local_addr(), len);
+        }
+        a.flush(Instant::ZERO);
+        assert_eq!(b.receive(Instant::ZERO).unwrap().consume(|_, bytes| bytes.len()), 100);
+        assert!(b.receive(Instant::ZERO).is_none());
+        assert_eq!(b.stats().receive_truncated, 2);
+    }
+}
+
+#[test]
+fn empty_datagrams_are_no_packets() {
+    let mut port = UdpPort::bind(LOOPBACK, &UdpConfig::default()).unwrap();
+    let foreign = UdpSocket::bind(LOOPBACK).unwrap();
+    foreign.send_to(&[], port.local_addr).unwrap();
+    foreign.send_to(&[1], port.local_addr).unwrap();
+    assert_eq!(port.receive(Instant::ZERO).unwrap().consume(|_, bytes| bytes.to_vec()), [1]);
+    assert_eq!(port.stats().receive_errors, 1);
+}

@@ -1,0 +1,339 @@
+//! The transmit queue: an arena that tokens write into, sorted by destination.
+//!
+//! A device answers child 0, 1, 2, 3 and then child 0 again, so neighbours in the queue seldom share a destination.
+//! Packets are therefore chained per destination (a *bin*), and a flush sends each bin's runs of equal length as
+//! one segmented message: the kernel walks its stack once a run. Packets to one destination keep their order.
+//!
+//! Invariants:
+//! - nothing here allocates after `new`;
+//! - the arena fills from its start and is reset only when every packet has left or was dropped, so queued bytes
+//!   never move;
+//! - a packet is counted once: sent, dropped, or still queued.
+
+use super::UdpStats;
+use super::config::MAX_DATAGRAM_LEN_BYTES;
+use super::sys::{Message, SendBatch, SockName};
+use rustix::io::Errno;
+use std::mem;
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
+
+/// The most segments that the kernel cuts one message into (`UDP_MAX_SEGMENTS` before Linux 6.9; 128 since).
+const MAX_SEGMENTS: usize = 64;
+
+/// The most messages handed to the kernel in one call.
+const MAX_MESSAGES: usize = 64;
+
+/// Packets start on cache lines, as vector loads and stores like them.
+const ALIGN_BYTES: usize = 64;
+
+/// No packet: the end of a chain.
+const NONE: u32 = u32::MAX;
+
+/// A queued packet.
+struct Entry {
+    start: usize,
+    len_bytes: usize,
+    /// The next packet of the same bin.
+    next: u32,
+}
+
+/// The packets to one destination.
+struct Bin {
+    to: SocketAddr,
+    /// The first packet not yet sent.
+    head: u32,
+    tail: u32,
+}
+
+/// A message of the batch being sent: how to strike its packets off if the kernel takes it.
+struct Planned {
+    bin: usize,
+    /// The first packet after it.
+    rest: u32,
+    packets: usize,
+}
+
+/// Packets on their way out.
+pub(super) struct TxQueue {
+    arena: Box<[u8]>,
+    used_bytes: usize,
+    max_packet_len_bytes: usize,
+    entries: Vec<Entry>,
+    /// Bins by first use. Those before `first_bin` are empty.
+    bins: Vec<Bin>,
+    first_bin: usize,
+    /// Open-addressed: hash of a destination -> bin + 1, 0 for free.
+    table: Box<[u16]>,
+    gso: bool,
+    /// The kernel has just refused a run: is it the run, or the destination?
+    doubt_gso: bool,
+    batch: SendBatch,
+    messages: Vec<Message>,
+    parts: Vec<Range<usize>>,
+    planned: Vec<Planned>,
+}
+
+impl TxQueue {
+    /// Make room for `packets` packets (at most 32768) in an arena of `arena_len_bytes`.
+    pub(super) fn new(packets: usize, arena_len_bytes: usize, max_packet_len_bytes: usize, gso: bool) -> Self {
+        Self {
+            arena: vec![0; arena_len_bytes].into_boxed_slice(),
+            used_bytes: 0,
+            max_packet_len_bytes,
+            entries: Vec::with_capacity(packets),
+            bins: Vec::with_capacity(packets),
+            first_bin: 0,
+            // Twice the most bins, so that a free cell is always near.
+            table: vec![0; (2 * packets).next_power_of_two()].into_boxed_slice(),
+            gso,
+            doubt_gso: false,
+            batch: SendBatch::new(MAX_MESSAGES, packets),
+            messages: Vec::with_capacity(MAX_MESSAGES),
+            parts: Vec::with_capacity(packets),
+            planned: Vec::with_capacity(MAX_MESSAGES),
+        }
+    }
+
+    /// Whether runs of packets leave as segmented messages.
+    pub(super) fn gso(&self) -> bool {
+        self.gso
+    }
+
+    /// Whether nothing is queued.
+    pub(super) fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Return the buffer of the next packet, if there is room for one.
+    pub(super) fn reserve(&mut self) -> Option<&mut [u8]> {
+        if self.entries.len() == self.entries.capacity() {
+            return None;
+        }
+        self.arena.get_mut(self.used_bytes..self.used_bytes + self.max_packet_len_bytes)
+    }
+
+    /// Queue the first `len_bytes` of the buffer that `reserve` returned.
+    pub(super) fn commit(&mut self, to: SocketAddr, len_bytes: usize) {
+        assert!(len_bytes <= self.max_packet_len_bytes, "packet of {len_bytes} bytes in a smaller buffer");
+        let index = self.entries.len() as u32;
+        self.entries.push(Entry { start: self.used_bytes, len_bytes, next: NONE });
+        self.used_bytes += len_bytes.next_multiple_of(ALIGN_BYTES);
+        let bin = self.bin_of(to);
+        let bin = &mut self.bins[bin];
+        if bin.head == NONE {
+            bin.head = index;
+        } else {
+            self.entries[bin.tail as usize].next = index;
+        }
+        bin.tail = index;
+    }
+
+    /// Send what the kernel takes; keep the rest in order.
+    pub(super) fn flush(&mut self, fd: BorrowedFd<'_>, stats: &mut UdpStats) {
+        while !self.is_empty() {
+            self.plan();
+            if self.messages.is_empty() {
+                self.reset();
+                return;
+            }
+            stats.send_calls += 1;
+            match self.batch.send(fd, &self.arena, &self.messages, &self.parts) {
+                Ok(taken) => {
+                    // What it refused as a run it takes packet by packet: a route or interface that can't segment.
+                    self.gso &= !mem::take(&mut self.doubt_gso);
+                    for planned in &self.planned[..taken] {
+                        self.bins[planned.bin].head = planned.rest;
+                        stats.sent_packets += planned.packets as u64;
+                    }
+                    let parts = self.messages[..taken].last().map_or(0, |message| message.parts.1);
+                    stats.sent_bytes += self.parts[..parts].iter().map(|part| part.len() as u64).sum::<u64>();
+                }
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN | Errno::NOBUFS) => {
+                    stats.send_stalls += 1;
+                    return;
+                }
+                Err(_) if self.planned[0].packets > 1 => self.doubt_gso = true,
+                Err(_) => {
+                    self.doubt_gso = false;
+                    let planned = &self.planned[0];
+                    self.bins[planned.bin].head = planned.rest;
+                    stats.send_dropped_packets += planned.packets as u64;
+                }
+            }
+        }
+    }
+
+    /// Gather the next messages: all of the first bins' runs, as far as they fit into one call.
+    fn plan(&mut self) {
+        self.messages.clear();
+        self.parts.clear();
+        self.planned.clear();
+        while self.bins.get(self.first_bin).is_some_and(|bin| bin.head == NONE) {
+            self.first_bin += 1;
+        }
+        for (index, bin) in self.bins.iter().enumerate().skip(self.first_bin) {
+            let mut head = bin.head;
+            if head == NONE {
+                continue;
+            }
+            let to = SockName::from(bin.to);
+            while head != NONE {
+                if self.messages.len() == MAX_MESSAGES {
+                    return;
+                }
+                let first_part = self.parts.len();
+                let segment_len = self.entries[head as usize].len_bytes;
+                head = take_run(&self.entries, head, self.gso && !self.doubt_gso, &mut self.parts);
+                let packets = self.parts.len() - first_part;
+                // At most MAX_DATAGRAM_LEN_BYTES, so it fits.
+                let segment_len_bytes = if packets > 1 { segment_len as u16 } else { 0 };
+                self.messages.push(Message { to, parts: (first_part, self.parts.len()), segment_len_bytes });
+                self.planned.push(Planned { bin: index, rest: head, packets });
+            }
+        }
+    }
+
+    /// Find or make the bin of a destination.
+    fn bin_of(&mut self, to: SocketAddr) -> usize {
+        let mask = self.table.len() - 1;
+        let mut cell = hash(to) & mask;
+        while self.table[cell] != 0 {
+            let bin = usize::from(self.table[cell]) - 1;
+            if self.bins[bin].to == to {
+                return bin;
+            }
+            cell = (cell + 1) & mask;
+        }
+        self.bins.push(Bin { to, head: NONE, tail: NONE });
+        self.table[cell] = self.bins.len() as u16;
+        self.bins.len() - 1
+    }
+
+    fn reset(&mut self) {
+        self.entries.clear();
+        self.bins.clear();
+        self.first_bin = 0;
+        self.used_bytes = 0;
+        self.table.fill(0);
+    }
+}
+
+/// Spread destinations over the table (Fibonacci hashing: Knuth, TAOCP 3, 6.4). Who they are is this host's choice,
+/// so nobody can aim at one cell.
+fn hash(to: SocketAddr) -> usize {
+    let ip = match to {
+        SocketAddr::V4(to) => u64::from(u32::from(*to.ip())),
+        SocketAddr::V6(to) => {
+            let bits = u128::from(*to.ip());
+            (bits as u64) ^ (bits >> 64) as u64
+        }
+    };
+    let mixed = (ip ^ u64::from(to.port()) << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (mixed >> 40) as usize
+}
+
+/// Append the run that starts at `head` to `parts`, and return the packet after it: equal lengths, the last may be
+/// shorter, within what one message may hold.
+fn take_run(entries: &[Entry], mut head: u32, gso: bool, parts: &mut Vec<Range<usize>>) -> u32 {
+    let segment_len = entries[head as usize].len_bytes;
+    let limit = if gso { MAX_SEGMENTS } else { 1 };
+    let (mut packets, mut total) = (0, 0);
+    while head != NONE && packets < limit {
+        let entry = &entries[head as usize];
+        if entry.len_bytes > segment_len || total + entry.len_bytes > MAX_DATAGRAM_LEN_BYTES {
+            break;
+        }
+        parts.push(entry.start..entry.start + entry.len_bytes);
+        packets += 1;
+        total += entry.len_bytes;
+        head = entry.next;
+        if entry.len_bytes < segment_len {
+            break;
+        }
+    }
+    head
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn queue(lens: &[(u16, usize)]) -> TxQueue {
+        let mut tx = TxQueue::new(256, 1 << 20, 2000, true);
+        for &(port, len) in lens {
+            assert!(tx.reserve().is_some());
+            tx.commit(SocketAddr::from(([127, 0, 0, 1], port)), len);
+        }
+        tx
+    }
+
+    fn runs(tx: &mut TxQueue) -> Vec<(usize, usize, u16)> {
+        tx.plan();
+        tx.messages
+            .iter()
+            .zip(&tx.planned)
+            .map(|(message, planned)| (planned.bin, planned.packets, message.segment_len_bytes))
+            .collect()
+    }
+
+    #[test]
+    fn interleaved_destinations_leave_as_one_run_each() {
+        let lens: Vec<(u16, usize)> = (0..40).map(|i| (i % 4, 1000)).collect();
+        assert_eq!(runs(&mut queue(&lens)), [(0, 10, 1000), (1, 10, 1000), (2, 10, 1000), (3, 10, 1000)]);
+    }
+
+    #[test]
+    fn a_run_ends_behind_a_shorter_packet_and_before_a_longer_one() {
+        let lens = [(1, 500), (1, 500), (1, 400), (1, 500), (1, 600), (1, 600)];
+        assert_eq!(runs(&mut queue(&lens)), [(0, 3, 500), (0, 1, 0), (0, 2, 600)]);
+    }
+
+    #[test]
+    fn a_run_keeps_to_the_kernels_limits() {
+        assert_eq!(runs(&mut queue(&[(1, 8); 100])), [(0, 64, 8), (0, 36, 8)]);
+        // 65507 / 2000 = 32.75
+        assert_eq!(runs(&mut queue(&[(1, 2000); 50])), [(0, 32, 2000), (0, 18, 2000)]);
+    }
+
+    #[test]
+    fn a_full_queue_offers_no_room() {
+        let mut tx = TxQueue::new(4, 1 << 20, 100, true);
+        for _ in 0..4 {
+            assert!(tx.reserve().is_some());
+            tx.commit(SocketAddr::from(([127, 0, 0, 1], 9)), 1);
+        }
+        assert!(tx.reserve().is_none());
+        let mut tx = TxQueue::new(100, 250, 100, true);
+        tx.commit(SocketAddr::from(([127, 0, 0, 1], 9)), 100);
+        tx.commit(SocketAddr::from(([127, 0, 0, 1], 9)), 1);
+        assert!(tx.reserve().is_none(), "58 bytes are left, 100 needed");
+    }
+
+    proptest! {
+        #[test]
+        fn every_packet_is_planned_once_and_in_order(lens in prop::collection::vec((0_u16..5, 1_usize..4), 1..200)) {
+            let mut tx = queue(&lens.iter().map(|&(port, len)| (port, len * 100)).collect::<Vec<_>>());
+            let mut seen: Vec<Vec<usize>> = vec![Vec::new(); 5];
+            loop {
+                tx.plan();
+                if tx.messages.is_empty() { break; }
+                for i in 0..tx.messages.len() {
+                    let (from, to) = tx.messages[i].parts;
+                    let bin = tx.planned[i].bin;
+                    let port = tx.bins[bin].to.port();
+                    seen[usize::from(port)].extend(tx.parts[from..to].iter().map(|part| part.start));
+                    tx.bins[bin].head = tx.planned[i].rest;
+                }
+            }
+            let mut expected: Vec<Vec<usize>> = vec![Vec::new(); 5];
+            for (entry, &(port, _)) in tx.entries.iter().zip(&lens) {
+                expected[usize::from(port)].push(entry.start);
+            }
+            prop_assert_eq!(seen, expected);
+        }
+    }
+}

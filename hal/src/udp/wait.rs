@@ -1,0 +1,128 @@
+//! Sleeping until there is something to do, and being woken from another thread.
+//!
+//! A wake-up across cores costs some 20 us, so a wait first looks a little, then yields a few times (which is enough
+//! when the peer shares the core), and only then sleeps in `ppoll`.
+//!
+//! Invariant: a wake is never lost. The flag is looked at before each sleep, and whoever raises it makes the eventfd
+//! readable afterwards; an eventfd that is readable without the flag only costs one turn of the loop.
+
+use super::UdpPort;
+use crate::port::Wake;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// How often a wait yields before it sleeps.
+const YIELDS: u32 = 8;
+
+struct Shared {
+    raised: AtomicBool,
+    event: OwnedFd,
+}
+
+/// Wakes the thread that waits on a port, from any thread.
+#[derive(Clone)]
+pub struct Waker {
+    shared: Arc<Shared>,
+}
+
+impl Waker {
+    pub(super) fn new() -> io::Result<Self> {
+        let event = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
+        Ok(Self { shared: Arc::new(Shared { raised: AtomicBool::new(false), event }) })
+    }
+
+    /// Make the port's current wait, or else its next one, return [`Wake::Woken`]. Wakes before that count as one.
+    pub fn wake(&self) {
+        if !self.shared.raised.swap(true, Ordering::AcqRel) {
+            // It can fail only when the counter is full, and then it is readable.
+            let _ = rustix::io::write(&self.shared.event, &1_u64.to_ne_bytes());
+        }
+    }
+
+    /// Take the wake, if there is one.
+    fn take(&self) -> bool {
+        let raised = self.shared.raised.swap(false, Ordering::AcqRel);
+        if raised {
+            self.drain();
+        }
+        raised
+    }
+
+    fn drain(&self) {
+        // Empty is fine: the waker has raised the flag and not yet written.
+        let _ = rustix::io::read(&self.shared.event, &mut [0_u8; 8][..]);
+    }
+}
+
+impl std::fmt::Debug for Waker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Waker").finish_non_exhaustive()
+    }
+}
+
+impl UdpPort {
+    pub(super) fn wait_for(&mut self, timeout: Option<Duration>) -> Wake {
+        if let Some(wake) = self.look() {
+            return wake;
+        }
+        if timeout == Some(Duration::ZERO) {
+            return Wake::Timeout;
+        }
+        let start = Instant::now();
+        // A timeout beyond the clock's end is none.
+        let deadline = timeout.and_then(|timeout| start.checked_add(timeout));
+        let spin_until = start + self.spin;
+        let mut yields = 0;
+        loop {
+            let now = Instant::now();
+            if deadline.is_some_and(|deadline| now >= deadline) {
+                return Wake::Timeout;
+            }
+            if now < spin_until {
+                std::hint::spin_loop();
+            } else if yields < YIELDS {
+                yields += 1;
+                std::thread::yield_now();
+            } else {
+                self.sleep(deadline.map(|deadline| deadline - now));
+            }
+            if let Some(wake) = self.look() {
+                return wake;
+            }
+        }
+    }
+
+    /// Look for a packet or a wake without sleeping.
+    fn look(&mut self) -> Option<Wake> {
+        if self.waker.take() {
+            Some(Wake::Woken)
+        } else if self.rx.fill(self.socket.as_fd(), &mut self.stats) {
+            Some(Wake::Packet)
+        } else {
+            None
+        }
+    }
+
+    /// Sleep until the socket or the waker has something, packets that the kernel refused can leave, or time is up.
+    fn sleep(&mut self, timeout: Option<Duration>) {
+        let unsent = !self.tx.is_empty();
+        let events = if unsent { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
+        let mut fds = [PollFd::new(&self.socket, events), PollFd::new(&self.waker.shared.event, PollFlags::IN)];
+        // Out of the structure's range means never: 292 billion years.
+        let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+        if poll(&mut fds, timeout.as_ref()).is_err() {
+            return; // Interrupted: the caller's loop looks again.
+        }
+        let [socket, event] = fds.map(|fd| fd.revents());
+        if event.contains(PollFlags::IN) && !self.waker.shared.raised.load(Ordering::Acquire) {
+            self.waker.drain();
+        }
+        if unsent && socket.contains(PollFlags::OUT) {
+            self.tx.flush(self.socket.as_fd(), &mut self.stats);
+        }
+    }
+}
