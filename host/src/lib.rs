@@ -1,1 +1,4 @@
 //! The host's side of Sumac.
+
+pub mod plan;
+pub mod topo;
