@@ -19,7 +19,7 @@ mod ibnetdiscover;
 mod natural;
 mod rate;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod toml_file;
 
 pub use error::{FabricError, ReadError, Warning};

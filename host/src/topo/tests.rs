@@ -3,6 +3,7 @@
 use super::*;
 use proptest::prelude::*;
 use std::fmt::Write as _;
+use std::io::Write as _;
 
 const DUMP: &str = include_str!("../../tests/fixtures/two-leaves.ibnetdiscover");
 const TOML: &str = include_str!("../../tests/fixtures/two-leaves.toml");
@@ -11,7 +12,8 @@ const TOML: &str = include_str!("../../tests/fixtures/two-leaves.toml");
 pub(crate) fn shared_input(name: &str) -> Option<Fabric> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/inputs").join(name);
     if !path.exists() {
-        eprintln!("SKIPPED: {} is not there", path.display());
+        // Not `eprintln!`, which the test harness hides.
+        let _ = writeln!(std::io::stderr(), "SKIPPED: {} is not there", path.display());
         return None;
     }
     Some(Fabric::read(&path).unwrap_or_else(|error| panic!("{error}")))
