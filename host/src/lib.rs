@@ -1,3 +1,5 @@
 //! The host's side of Sumac.
 
 pub mod endpoint;
+pub mod plan;
+pub mod topo;

@@ -1,0 +1,122 @@
+//! Which hosts take part: all, the first N, or a list of names and GUIDs.
+//!
+//! Invariant: the resolved list has no host twice, and its order is the order of the ranks.
+
+use super::PlanError;
+use crate::topo::{Fabric, HostId};
+use std::collections::BTreeSet;
+use std::convert::Infallible;
+use std::str::FromStr;
+
+/// The hosts of a tree.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum HostSelection {
+    /// Every host, in natural name order.
+    All,
+    /// The first N in natural name order.
+    First(usize),
+    /// These, by name or GUID; rank i is the i-th.
+    Named(Vec<String>),
+}
+
+impl FromStr for HostSelection {
+    type Err = Infallible;
+
+    /// Read `all`, a number, or names and GUIDs separated by commas. A number of 16 digits is a GUID.
+    fn from_str(text: &str) -> Result<Self, Infallible> {
+        let text = text.trim();
+        let is_number = !text.is_empty() && text.len() < 16 && text.bytes().all(|c| c.is_ascii_digit());
+        Ok(match text.parse() {
+            Ok(count) if is_number => Self::First(count),
+            _ if text == "all" => Self::All,
+            _ => Self::Named(
+                text.split(',').map(|name| name.trim().to_owned()).filter(|name| !name.is_empty()).collect(),
+            ),
+        })
+    }
+}
+
+impl HostSelection {
+    /// Find the hosts; the index of each is its rank.
+    ///
+    /// # Errors
+    /// [`PlanError`] for no host, too many, one twice, or a name that is unknown (with names near it) or ambiguous.
+    pub fn resolve(&self, fabric: &Fabric) -> Result<Vec<HostId>, PlanError> {
+        let available = fabric.hosts().len();
+        let hosts: Vec<HostId> = match self {
+            Self::All => fabric.host_ids().collect(),
+            Self::First(asked) if *asked > available => {
+                return Err(PlanError::TooManyHosts { asked: *asked, available });
+            }
+            Self::First(asked) => fabric.host_ids().take(*asked).collect(),
+            Self::Named(names) => named(fabric, names)?,
+        };
+        if hosts.is_empty() { Err(PlanError::NoHosts) } else { Ok(hosts) }
+    }
+}
+
+fn named(fabric: &Fabric, names: &[String]) -> Result<Vec<HostId>, PlanError> {
+    let mut seen = BTreeSet::new();
+    names
+        .iter()
+        .map(|name| {
+            let host = fabric.find_host(name).ok_or_else(|| not_found(fabric, name))?;
+            let first_time = seen.insert(host);
+            first_time.then_some(host).ok_or_else(|| PlanError::DuplicateHost { name: fabric.host(host).name.clone() })
+        })
+        .collect()
+}
+
+fn not_found(fabric: &Fabric, name: &str) -> PlanError {
+    let called_so = fabric.hosts().iter().filter(|host| host.description.as_deref() == Some(name));
+    let guids: Vec<String> = called_so.map(|host| host.guid.clone()).collect();
+    if !guids.is_empty() {
+        return PlanError::AmbiguousHost { name: name.into(), guids };
+    }
+    let mut near: Vec<(usize, &str)> =
+        fabric.hosts().iter().filter_map(|host| Some((nearness(name, &host.name)?, host.name.as_str()))).collect();
+    // Stable: equally near names stay in natural order.
+    near.sort_by_key(|(distance, _)| *distance);
+    let near = near.into_iter().take(NEAR_MAX).map(|(_, name)| name.to_owned()).collect();
+    PlanError::UnknownHost { name: name.into(), near }
+}
+
+/// Return how near two names are, 0 the nearest, or `None` if they are not.
+fn nearness(asked: &str, name: &str) -> Option<usize> {
+    let (asked, name) = (asked.to_lowercase(), name.to_lowercase());
+    if !asked.is_empty() && name.contains(&asked) {
+        return Some(0);
+    }
+    let distance = edit_distance(&asked, &name);
+    (distance <= (asked.chars().count() / 4).max(2)).then_some(distance)
+}
+
+/// Return the Levenshtein distance: the fewest insertions, deletions and replacements of a character.
+fn edit_distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.iter().enumerate() {
+            let replaced = diagonal + usize::from(x != *y);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[b.len()]
+}
+
+/// Return the tail of a message that offers names.
+pub(super) fn hint(near: &[String]) -> String {
+    if near.is_empty() { String::new() } else { format!("; did you mean `{}`?", near.join("` or `")) }
+}
+
+/// List a few of many.
+pub(super) fn some_of(all: &[String]) -> String {
+    let shown = all[..all.len().min(NEAR_MAX)].join(", ");
+    if all.len() > NEAR_MAX { format!("{shown}, …") } else { shown }
+}
+
+/// Most names that a message offers.
+const NEAR_MAX: usize = 3;

@@ -1,0 +1,365 @@
+//! Plans on generated fabrics and on a real one, against the verifier and against the optimum by brute force.
+
+mod brute;
+
+use super::*;
+use crate::topo::tests::shared_input;
+use crate::topo::{LeafSpine, Rate};
+use proptest::prelude::*;
+use std::collections::BTreeSet;
+
+fn leaf_spine(leaves: usize, spines: usize, hosts_per_leaf: usize, cables: usize) -> Fabric {
+    let shape = LeafSpine { leaves, spines, hosts_per_leaf, cables, rate: Rate::from_gbits(400.0) };
+    Fabric::leaf_spine(shape).expect("a possible shape")
+}
+
+fn at_most(max_children: usize) -> Limits {
+    Limits { max_children, ..Limits::default() }
+}
+
+/// Plan and verify.
+fn planned(fabric: &Fabric, hosts: HostSelection, limits: &Limits) -> Plan {
+    let plan = plan(fabric, &hosts, limits).unwrap_or_else(|error| panic!("{error}"));
+    verify(fabric, &plan, limits).unwrap_or_else(|error| panic!("{error}\n{}", plan.to_text()));
+    plan
+}
+
+/// A fabric in which only the switches whose name starts with one of these aggregate.
+fn aggregating_at(fabric: &Fabric, prefixes: &[&str]) -> Limits {
+    let device = DeviceLimits { max_children: 256, slots_free: 8 };
+    let fits = |id: &SwitchId| prefixes.iter().any(|prefix| fabric.switch(*id).name.starts_with(prefix));
+    let devices = fabric.switch_ids().filter(fits).map(|id| (id, device)).collect();
+    Limits { devices: Some(devices), ..Limits::default() }
+}
+
+#[test]
+fn the_real_superpod_is_planned_for_2_16_64_and_all() {
+    let Some(fabric) = shared_input("ndr-superpod.ibnetdiscover") else { return };
+    for count in [2, 16, 64, 542] {
+        let plan = planned(&fabric, HostSelection::First(count), &Limits::default());
+        assert_eq!((plan.levels, plan.max_link_sharing, plan.optimal), (2, 1, true), "{count} hosts");
+        assert_eq!(plan.ranks.len(), count);
+        for rank in &plan.ranks {
+            let leaf = plan.nodes[rank.leaf].switch;
+            assert_eq!(fabric.host(rank.host).uplinks[0].switch, leaf, "each rank enters at its own switch");
+        }
+    }
+    let all = planned(&fabric, HostSelection::All, &Limits::default());
+    // Only three spines reach all 31 leaves; the first in natural order is taken.
+    assert_eq!((all.root().name.as_str(), all.nodes.len()), ("MF0;A10-P1-IBSPINE-02:MQM9701/U1", 32));
+    assert_eq!(all.max_children, 31);
+    assert!(all.to_text().lines().all(|line| line.chars().count() < 200) && all.to_text().lines().count() == 33);
+    let split = planned(&fabric, HostSelection::All, &at_most(20));
+    assert_eq!((split.levels, split.max_children), (3, 19));
+}
+
+#[test]
+fn one_switch_that_holds_all_hosts_is_one_level() {
+    let plan = planned(&leaf_spine(4, 2, 8, 1), HostSelection::First(8), &Limits::default());
+    assert_eq!((plan.levels, plan.nodes.len(), plan.root().name.as_str()), (1, 1, "leaf0"));
+    assert!(plan.aligned && plan.optimal);
+    let one = planned(&leaf_spine(1, 0, 1, 1), HostSelection::All, &Limits::default());
+    assert_eq!((one.levels, one.ranks.len()), (1, 1));
+}
+
+#[test]
+fn a_leaf_may_be_the_root() {
+    let plan = planned(&leaf_spine(2, 2, 4, 1), HostSelection::All, &Limits::default());
+    // Over either spine the way is as long, with one node more.
+    assert_eq!((plan.root().name.as_str(), plan.nodes.len(), plan.levels), ("leaf0", 2, 2));
+    assert_eq!(plan.root().children[4], Child::Node(1));
+}
+
+#[test]
+fn branches_spread_over_parallel_cables() {
+    let fabric = leaf_spine(4, 1, 2, 2);
+    let hosts = HostSelection::All;
+    let only_leaves = aggregating_at(&fabric, &["leaf"]);
+    // Three branches cross the spine into the root leaf over two cables.
+    let plan = planned(&fabric, hosts, &only_leaves);
+    assert_eq!((plan.levels, plan.max_link_sharing, plan.optimal), (2, 2, true));
+    let wide = leaf_spine(4, 1, 2, 3);
+    assert_eq!(planned(&wide, HostSelection::All, &aggregating_at(&wide, &["leaf"])).max_link_sharing, 1);
+}
+
+#[test]
+fn deeper_fabrics_get_more_levels() {
+    let fabric = Fabric::fat_tree(4, None).expect("a possible shape");
+    let plan = planned(&fabric, HostSelection::All, &Limits::default());
+    assert_eq!((plan.levels, plan.max_link_sharing, plan.optimal, plan.aligned), (3, 1, true, true));
+    let pod = planned(&fabric, HostSelection::First(4), &Limits::default());
+    assert_eq!((pod.levels, pod.max_link_sharing), (2, 1));
+    // Without devices in the middle the cores take all edges directly, and share the way.
+    let plan = planned(&fabric, HostSelection::All, &aggregating_at(&fabric, &["edge", "core"]));
+    assert_eq!((plan.levels, plan.max_link_sharing, plan.optimal), (2, 2, true));
+}
+
+#[test]
+fn hosts_below_a_switch_without_a_device_enter_at_the_next() {
+    let fabric = leaf_spine(2, 2, 3, 1);
+    let plan = planned(&fabric, HostSelection::All, &aggregating_at(&fabric, &["spine"]));
+    assert_eq!((plan.levels, plan.nodes.len(), plan.max_link_sharing), (1, 1, 3));
+}
+
+#[test]
+fn a_host_with_two_ports_enters_where_fewest_levels_come_out() {
+    let fabric = Fabric::from_toml(
+        r#"
+        switch = [{ name = "a", aggregation = true }, { name = "b", aggregation = true }, { name = "c", aggregation = true }]
+        host = [{ name = "n1" }, { name = "n2" }]
+        link = [{ ends = ["n1", "a"] }, { ends = ["n1", "b"] }, { ends = ["n2", "b"] }, { ends = ["n2", "c"] }]
+        "#,
+    );
+    let fabric = fabric.expect("valid");
+    let plan = planned(&fabric, HostSelection::All, &Limits::default());
+    assert_eq!((plan.levels, plan.root().name.as_str()), (1, "b"));
+}
+
+#[test]
+fn too_many_children_are_split_or_refused_by_name() {
+    let fabric = leaf_spine(8, 4, 4, 1);
+    let split = planned(&fabric, HostSelection::All, &at_most(4));
+    assert_eq!((split.levels, split.max_children, split.aligned), (3, 4, true));
+    let error = plan(&fabric, &HostSelection::All, &at_most(2)).expect_err("too few nodes").to_string();
+    assert!(error.contains("its limit is 2") && error.contains("children"), "{error}");
+    let error = plan(&fabric, &HostSelection::All, &at_most(1)).expect_err("nothing combines").to_string();
+    assert!(error.contains("a limit of 1 children is too small"), "{error}");
+}
+
+#[test]
+fn devices_bring_their_own_limits() {
+    let fabric = leaf_spine(4, 2, 2, 1);
+    let mut limits = aggregating_at(&fabric, &["leaf", "spine"]);
+    let spine0 = fabric.find_switch("spine0").expect("generated");
+    if let Some(device) = limits.devices.as_mut().and_then(|devices| devices.get_mut(&spine0)) {
+        device.slots_free = 1;
+    }
+    limits.slots_needed = 4;
+    assert_eq!(planned(&fabric, HostSelection::All, &limits).root().name, "spine1");
+    limits.slots_needed = 9;
+    let error = plan(&fabric, &HostSelection::All, &limits).expect_err("no slots").to_string();
+    assert!(error.contains("`leaf0`: its device has 8 free slots, the group needs 9"), "{error}");
+}
+
+#[test]
+fn selections_are_read_and_checked() {
+    assert_eq!("16".parse(), Ok(HostSelection::First(16)));
+    assert_eq!(" all ".parse(), Ok(HostSelection::All));
+    assert_eq!("b, a".parse(), Ok(HostSelection::Named(vec!["b".into(), "a".into()])));
+    assert_eq!("1000000000000010".parse(), Ok(HostSelection::Named(vec!["1000000000000010".into()])));
+    let fabric = leaf_spine(2, 1, 8, 1);
+    let refused = |text: &str| {
+        let hosts: HostSelection = text.parse().expect("any text is a selection");
+        plan(&fabric, &hosts, &Limits::default()).expect_err(text).to_string()
+    };
+    assert!(refused("0").contains("no host is selected"));
+    assert!(refused("17").contains("17 hosts are asked for, the fabric has 16"));
+    assert!(refused("h1,h99").contains("no host is called `h99`; did you mean `h9`"), "{}", refused("h1,h99"));
+    assert!(refused("H12x").contains("did you mean `h12`"), "{}", refused("H12x"));
+    assert!(refused("zebrafish").ends_with("no host is called `zebrafish`"));
+    assert!(refused("h1,h2,h1").contains("`h1` is listed twice"));
+    let named = planned(&fabric, HostSelection::Named(vec!["h9".into(), "h0".into()]), &Limits::default());
+    assert_eq!(named.ranks.iter().map(|rank| rank.name.as_str()).collect::<Vec<_>>(), ["h9", "h0"]);
+
+    let dump = Fabric::from_ibnetdiscover(include_str!("../../../tests/fixtures/two-leaves.ibnetdiscover"));
+    let hosts = HostSelection::Named(vec!["ConnectX".into()]);
+    let error = plan(&dump.expect("valid"), &hosts, &Limits::default()).expect_err("ambiguous").to_string();
+    assert!(error.contains("2 hosts are called `ConnectX`") && error.contains("2000000000000003"), "{error}");
+}
+
+#[test]
+fn a_fabric_in_pieces_is_refused_by_name() {
+    let fabric = leaf_spine(2, 1, 1, 1);
+    let between: BTreeSet<LinkId> = fabric.adjacent(SwitchId(1)).iter().map(|(_, link)| *link).collect();
+    let error = plan(&fabric.without_links(&between), &HostSelection::All, &Limits::default()).expect_err("two pieces");
+    assert_eq!(error, PlanError::Disconnected { one: "h0".into(), other: "h1".into() });
+    let access = BTreeSet::from([fabric.hosts()[0].uplinks[0].link]);
+    let error = plan(&fabric.without_links(&access), &HostSelection::All, &Limits::default()).expect_err("no cable");
+    assert_eq!(error, PlanError::Isolated { host: "h0".into() });
+}
+
+#[test]
+fn alignment_follows_the_ranks() {
+    let fabric = leaf_spine(4, 2, 4, 1);
+    assert!(planned(&fabric, HostSelection::All, &Limits::default()).aligned);
+    let interleaved = (0..16).map(|i| format!("h{}", i % 4 * 4 + i / 4)).collect();
+    assert!(!planned(&fabric, HostSelection::Named(interleaved), &Limits::default()).aligned);
+    assert!(!planned(&fabric, HostSelection::First(12), &Limits::default()).aligned, "not a power of two");
+    let uneven = ["h0", "h1", "h2", "h4", "h5", "h6", "h7", "h8"].map(String::from).to_vec();
+    assert!(!planned(&fabric, HostSelection::Named(uneven), &Limits::default()).aligned);
+}
+
+#[test]
+fn renderings_show_the_tree() {
+    let plan = planned(&leaf_spine(3, 1, 2, 1), HostSelection::First(5), &Limits::default());
+    let text = "5 ranks in 4 nodes, 2 levels, at most 3 children a node, at most 1 tree edge a cable\n\
+                spine0  3 children\n\
+                ├─ leaf0  2 children\n\
+                │  ├─ rank 0  h0\n\
+                │  └─ rank 1  h1\n\
+                ├─ leaf1  2 children\n\
+                │  ├─ rank 2  h2\n\
+                │  └─ rank 3  h3\n\
+                └─ leaf2  1 child\n   └─ rank 4  h4\n";
+    assert_eq!(plan.to_text(), text);
+    let json = serde_json::to_value(&plan).expect("a plan is plain data");
+    let mut keys: Vec<&str> = json.as_object().expect("an object").keys().map(String::as_str).collect();
+    keys.sort_unstable();
+    let named = ["aligned", "levels", "max_children", "max_link_sharing", "nodes", "optimal", "ranks", "root"];
+    assert_eq!(keys, named);
+    assert_eq!((&json["root"], &json["levels"]), (&"spine0".into(), &2.into()));
+    assert_eq!(json["nodes"][0]["children"], serde_json::json!(["leaf0", "leaf1", "leaf2"]));
+    assert_eq!(json["nodes"][3]["children"], serde_json::json!(["rank 4"]));
+    assert_eq!(
+        (&json["nodes"][0]["parent"], &json["nodes"][1]["parent"]),
+        (&serde_json::Value::Null, &"spine0".into())
+    );
+    assert_eq!(json["ranks"][4], serde_json::json!({ "rank": 4, "host": "h4", "guid": "h4", "leaf": "leaf2" }));
+    let dot = plan.to_dot();
+    assert!(dot.starts_with("digraph plan {") && dot.contains("n3 -> n0;") && dot.contains("r4 -> n3;"), "{dot}");
+}
+
+#[test]
+fn the_verifier_sees_every_kind_of_fault() {
+    let fabric = leaf_spine(3, 2, 2, 1);
+    let limits = Limits::default();
+    let good = planned(&fabric, HostSelection::All, &limits);
+    let fault = |spoil: fn(&mut Plan)| {
+        let mut plan = good.clone();
+        spoil(&mut plan);
+        let violation = verify(&fabric, &plan, &limits).expect_err("spoilt");
+        format!("{violation:?}").split([' ', '{']).next().unwrap_or_default().to_owned()
+    };
+    assert_eq!(fault(|plan| plan.ranks.clear()), "Empty");
+    assert_eq!(fault(|plan| plan.ranks[1].host = plan.ranks[0].host), "Rank");
+    assert_eq!(fault(|plan| plan.ranks.swap(0, 1)), "Rank");
+    assert_eq!(fault(|plan| plan.nodes[1].parent = Some(2)), "Parent");
+    assert_eq!(fault(|plan| plan.nodes[1].parent = None), "Parent");
+    assert_eq!(fault(|plan| plan.nodes[2].level = 0), "Parent");
+    assert_eq!(fault(|plan| plan.nodes[1].children.truncate(1)), "Children");
+    assert_eq!(fault(|plan| plan.nodes[1].children.swap(0, 1)), "Children");
+    assert_eq!(fault(|plan| plan.ranks[0].leaf = 2), "Children");
+    assert_eq!(fault(|plan| plan.nodes[1].children[1] = plan.nodes[1].children[0]), "Children");
+    assert_eq!(
+        fault(|plan| (plan.nodes[2].switch, plan.nodes[2].name) = (plan.nodes[1].switch, plan.nodes[1].name.clone())),
+        "SharedSwitch"
+    );
+    assert_eq!(fault(|plan| plan.nodes[1].path.clear()), "Path");
+    assert_eq!(fault(|plan| plan.nodes[1].path = plan.nodes[2].path.clone()), "Path");
+    assert_eq!(fault(|plan| plan.ranks[0].path.clear()), "Path");
+    assert_eq!(fault(|plan| plan.levels = 3), "Stated");
+    assert_eq!(fault(|plan| plan.max_link_sharing = 2), "Stated");
+    assert_eq!(fault(|plan| plan.aligned = true), "Stated");
+    let strict = verify(&fabric, &good, &at_most(2)).expect_err("three children");
+    assert_eq!(strict, Violation::ChildLimit { name: "spine0".into(), children: 3, limit: 2 });
+    let leaves_only = aggregating_at(&fabric, &["leaf"]);
+    let unusable = verify(&fabric, &good, &leaves_only).expect_err("the spine is no node");
+    assert_eq!(unusable, Violation::Unusable { name: "spine0".into(), reason: Refusal::NoDevice });
+}
+
+/// A generated fabric, some of its cables between switches failed.
+fn any_fabric() -> impl Strategy<Value = Fabric> {
+    let shapes = prop_oneof![
+        (1usize..7, 1usize..5, 1usize..6, 1usize..4).prop_map(|(l, s, h, c)| leaf_spine(l, s, h, c)),
+        prop_oneof![Just(2usize), Just(4), Just(6)].prop_map(|k| Fabric::fat_tree(k, None).expect("a possible shape")),
+    ];
+    (shapes, proptest::collection::btree_set(0usize..200, 0..8)).prop_map(|(fabric, failed)| {
+        let between: BTreeSet<LinkId> =
+            fabric.switch_ids().flat_map(|s| fabric.adjacent(s).iter().map(|l| l.1)).collect();
+        fabric
+            .without_links(&between.into_iter().enumerate().filter(|(i, _)| failed.contains(i)).map(|l| l.1).collect())
+    })
+}
+
+/// A choice of hosts by name, in any order; never empty.
+fn any_hosts(fabric: &Fabric, seed: &[usize]) -> HostSelection {
+    let picked: BTreeSet<usize> = seed.iter().map(|index| index % fabric.hosts().len()).collect();
+    let mut names: Vec<String> = picked.iter().map(|index| fabric.hosts()[*index].name.clone()).collect();
+    names.rotate_left(seed[0] % picked.len());
+    HostSelection::Named(names)
+}
+
+/// A small fabric without rule: switches in a random graph, one host at some of them, no device at some others.
+fn any_small_fabric() -> impl Strategy<Value = Fabric> {
+    let edges = proptest::collection::vec((0usize..6, 0usize..6), 4..11);
+    (edges, 1usize..5, proptest::collection::vec(any::<bool>(), 6)).prop_map(|(edges, hosts, devices)| {
+        let mut toml = String::new();
+        for (switch, device) in devices.iter().enumerate() {
+            let aggregation = switch < hosts || *device;
+            toml += &format!("[[switch]]\nname = \"s{switch}\"\naggregation = {aggregation}\n");
+        }
+        for host in 0..hosts {
+            toml += &format!("[[host]]\nname = \"h{host}\"\n[[link]]\nends = [\"h{host}\", \"s{host}\"]\n");
+        }
+        for (a, b) in edges.into_iter().filter(|(a, b)| a != b) {
+            toml += &format!("[[link]]\nends = [\"s{a}\", \"s{b}\"]\n");
+        }
+        Fabric::from_toml(&toml).expect("valid")
+    })
+}
+
+/// Compare a plan with the optimum.
+fn compare_with_brute_force(fabric: &Fabric, hosts: &HostSelection) -> Result<(), TestCaseError> {
+    // The devices of this fabric have no limits of their own, so nothing is split.
+    let optimum = brute::optimum(fabric, &hosts.resolve(fabric).expect("known hosts"));
+    match (plan(fabric, hosts, &Limits::default()), optimum) {
+        (Ok(plan), Some(optimum)) => {
+            let found = (plan.levels, plan.max_link_sharing);
+            prop_assert!(found >= optimum, "{found:?} beats {optimum:?}: one of the two is wrong");
+            prop_assert!(!plan.optimal || found == optimum, "{found:?} claims to be optimal, {optimum:?} is");
+            prop_assert!(plan.optimal || optimum.0 > 2, "a tree of {optimum:?} exists and was missed");
+        }
+        (Err(PlanError::Disconnected { .. }), None) => {}
+        (plan, optimum) => prop_assert!(false, "{plan:?}, but the optimum is {optimum:?}"),
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 128, ..ProptestConfig::default() })]
+
+    #[test]
+    fn plans_verify_and_repeat(
+        fabric in any_fabric(),
+        seed in proptest::collection::vec(0usize..1000, 1..40),
+        max_children in 2usize..12,
+    ) {
+        let hosts = any_hosts(&fabric, &seed);
+        for limits in [Limits::default(), at_most(max_children)] {
+            match plan(&fabric, &hosts, &limits) {
+                Ok(plan) => {
+                    prop_assert_eq!(verify(&fabric, &plan, &limits), Ok(()));
+                    prop_assert_eq!(super::plan(&fabric, &hosts, &limits), Ok(plan));
+                }
+                Err(PlanError::Disconnected { .. }) => {}
+                Err(PlanError::ChildLimit { children, limit, .. }) => prop_assert!(children > limit),
+                Err(error) => prop_assert!(false, "{}", error),
+            }
+        }
+    }
+
+    #[test]
+    fn leaf_spine_plans_are_optimal(
+        (leaves, spines, cables) in (1usize..5, 1usize..4, 1usize..3),
+        failed in proptest::collection::btree_set((0u32..40).prop_map(LinkId), 0..6),
+        seed in proptest::collection::vec(0usize..100, 1..6),
+    ) {
+        let whole = leaf_spine(leaves, spines, 2, cables);
+        let between = |id: &LinkId| whole.hosts().iter().all(|host| host.uplinks[0].link != *id);
+        let fabric = whole.without_links(&failed.into_iter().filter(between).collect());
+        compare_with_brute_force(&fabric, &any_hosts(&fabric, &seed))?;
+    }
+
+    #[test]
+    fn plans_on_any_small_fabric_are_as_good_as_they_claim(fabric in any_small_fabric()) {
+        compare_with_brute_force(&fabric, &HostSelection::All)?;
+    }
+
+    #[test]
+    fn fat_tree_plans_are_optimal(seed in proptest::collection::vec(0usize..16, 1..5)) {
+        let fabric = Fabric::fat_tree(4, None).expect("a possible shape");
+        let hosts = any_hosts(&fabric, &seed);
+        compare_with_brute_force(&fabric, &hosts)?;
+        prop_assert!(plan(&fabric, &hosts, &Limits::default()).is_ok_and(|plan| plan.optimal));
+    }
+}

@@ -1,0 +1,244 @@
+//! An independent check of a plan against its fabric: nothing here is shared with the planner.
+//!
+//! Checked: every rank and host once; one root, every other node below it (connected, without cycles); lists of parents
+//! and children agree and are in declared order; every edge has a physical path, cable by cable; nodes stand at switches
+//! that can aggregate, one each, within their child limits; the numbers that the plan states are so.
+
+use super::{Child, Limits, Plan, Refusal};
+use crate::topo::{Device, Fabric, LinkId};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A way in which a plan is wrong.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Violation {
+    /// There is no node or no rank.
+    #[error("the plan has {nodes} nodes and {ranks} ranks; both must be at least 1")]
+    Empty {
+        /// Nodes.
+        nodes: usize,
+        /// Ranks.
+        ranks: usize,
+    },
+    /// Ranks are not numbered in order, or a host has two.
+    #[error("entry {index} of the ranks is misnumbered or repeats a host")]
+    Rank {
+        /// Which entry.
+        index: usize,
+    },
+    /// A node is not below an earlier one, or at the wrong level.
+    #[error("node {node} (`{name}`) has parent {parent:?} and level {level}, which no tree has")]
+    Parent {
+        /// Which node.
+        node: usize,
+        /// Its name.
+        name: String,
+        /// Its parent.
+        parent: Option<usize>,
+        /// Its level.
+        level: usize,
+    },
+    /// A list of children does not match the parents and leaves, or its order.
+    #[error("node {node} lists the children {listed:?}, but {actual:?} name it, in declared order")]
+    Children {
+        /// Which node.
+        node: usize,
+        /// Its list.
+        listed: Vec<Child>,
+        /// The nodes and ranks that name it as theirs.
+        actual: Vec<Child>,
+    },
+    /// Two nodes stand at one switch.
+    #[error("two nodes stand at `{name}`")]
+    SharedSwitch {
+        /// The switch.
+        name: String,
+    },
+    /// A node stands where it cannot.
+    #[error("`{name}` cannot be a node: {reason}")]
+    Unusable {
+        /// The switch.
+        name: String,
+        /// Why.
+        reason: Refusal,
+    },
+    /// A node has more children than its limit.
+    #[error("`{name}` has {children} children, its limit is {limit}")]
+    ChildLimit {
+        /// The switch.
+        name: String,
+        /// Its children.
+        children: usize,
+        /// Its limit.
+        limit: usize,
+    },
+    /// The cables of an edge do not lead from the child to its node.
+    #[error("the path of {child:?} does not lead to node {parent}")]
+    Path {
+        /// The child.
+        child: Child,
+        /// The node.
+        parent: usize,
+    },
+    /// A number that the plan states is wrong.
+    #[error("the plan states {what} {stated}, it is {actual}")]
+    Stated {
+        /// Which number.
+        what: &'static str,
+        /// As stated.
+        stated: usize,
+        /// As recomputed.
+        actual: usize,
+    },
+}
+
+/// Check a plan.
+///
+/// # Errors
+/// The first [`Violation`].
+pub fn verify(fabric: &Fabric, plan: &Plan, limits: &Limits) -> Result<(), Violation> {
+    if plan.nodes.is_empty() || plan.ranks.is_empty() {
+        return Err(Violation::Empty { nodes: plan.nodes.len(), ranks: plan.ranks.len() });
+    }
+    check_ranks(fabric, plan)?;
+    check_tree(plan)?;
+    check_children(plan)?;
+    check_nodes(fabric, plan, limits)?;
+    let sharing = check_paths(fabric, plan)?;
+    let levels = plan.nodes.iter().map(|node| node.level + 1).max().unwrap_or(0);
+    let children = plan.nodes.iter().map(|node| node.children.len()).max().unwrap_or(0);
+    let aligned = plan.ranks.len().is_power_of_two() && expression(plan, 0) == pairing((0..plan.ranks.len()).map(leaf));
+    let stated = [
+        ("levels", plan.levels, levels),
+        ("max_children", plan.max_children, children),
+        ("max_link_sharing", plan.max_link_sharing, sharing),
+        ("aligned", usize::from(plan.aligned), usize::from(aligned)),
+    ];
+    match stated.into_iter().find(|(_, stated, actual)| stated != actual) {
+        Some((what, stated, actual)) => Err(Violation::Stated { what, stated, actual }),
+        None => Ok(()),
+    }
+}
+
+fn check_ranks(fabric: &Fabric, plan: &Plan) -> Result<(), Violation> {
+    let mut hosts = BTreeSet::new();
+    for (index, rank) in plan.ranks.iter().enumerate() {
+        let known = fabric.hosts().get(rank.host.0 as usize).is_some_and(|host| host.name == rank.name);
+        if rank.rank.0 as usize != index || rank.leaf >= plan.nodes.len() || !known || !hosts.insert(rank.host) {
+            return Err(Violation::Rank { index });
+        }
+    }
+    Ok(())
+}
+
+/// Node 0 is the root, and every other node's parent comes before it: that alone rules out cycles and islands.
+fn check_tree(plan: &Plan) -> Result<(), Violation> {
+    for (index, node) in plan.nodes.iter().enumerate() {
+        let fits = match node.parent {
+            None => index == 0 && node.level == 0,
+            Some(parent) => parent < index && node.level == plan.nodes[parent].level + 1,
+        };
+        if !fits {
+            let (name, parent, level) = (node.name.clone(), node.parent, node.level);
+            return Err(Violation::Parent { node: index, name, parent, level });
+        }
+    }
+    Ok(())
+}
+
+fn check_children(plan: &Plan) -> Result<(), Violation> {
+    let mut lowest = vec![u32::MAX; plan.nodes.len()];
+    for rank in &plan.ranks {
+        lowest[rank.leaf] = lowest[rank.leaf].min(rank.rank.0);
+    }
+    for (index, node) in plan.nodes.iter().enumerate().rev() {
+        if let Some(parent) = node.parent {
+            lowest[parent] = lowest[parent].min(lowest[index]);
+        }
+    }
+    for (index, node) in plan.nodes.iter().enumerate() {
+        let nodes = plan.nodes.iter().enumerate().filter(|(_, child)| child.parent == Some(index));
+        let mut actual: Vec<(u32, Child)> = nodes.map(|(child, _)| (lowest[child], Child::Node(child))).collect();
+        let ranks = plan.ranks.iter().filter(|rank| rank.leaf == index);
+        actual.extend(ranks.map(|rank| (rank.rank.0, Child::Rank(rank.rank))));
+        actual.sort();
+        let actual: Vec<Child> = actual.into_iter().map(|(_, child)| child).collect();
+        // A node without a rank below it would wait for ever.
+        if actual != node.children || lowest[index] == u32::MAX {
+            return Err(Violation::Children { node: index, listed: node.children.clone(), actual });
+        }
+    }
+    Ok(())
+}
+
+fn check_nodes(fabric: &Fabric, plan: &Plan, limits: &Limits) -> Result<(), Violation> {
+    let mut switches = BTreeSet::new();
+    for node in &plan.nodes {
+        let name = node.name.clone();
+        if fabric.switches().get(node.switch.0 as usize).is_none_or(|switch| switch.name != name) {
+            return Err(Violation::Unusable { name, reason: Refusal::NoAggregationNode });
+        }
+        if !switches.insert(node.switch) {
+            return Err(Violation::SharedSwitch { name });
+        }
+        match limits.children_max(fabric, node.switch) {
+            Err(reason) => return Err(Violation::Unusable { name, reason }),
+            Ok(limit) if node.children.len() > limit => {
+                return Err(Violation::ChildLimit { name, children: node.children.len(), limit });
+            }
+            Ok(_) => {}
+        }
+    }
+    Ok(())
+}
+
+/// Walk every path and return the most edges on one cable.
+fn check_paths(fabric: &Fabric, plan: &Plan) -> Result<usize, Violation> {
+    let mut edges: BTreeMap<LinkId, usize> = BTreeMap::new();
+    let up =
+        plan.nodes.iter().enumerate().filter_map(|(index, node)| {
+            Some((Child::Node(index), Device::Switch(node.switch), &node.path, node.parent?))
+        });
+    let access = plan.ranks.iter().map(|rank| (Child::Rank(rank.rank), Device::Host(rank.host), &rank.path, rank.leaf));
+    for (child, start, path, parent) in up.chain(access) {
+        let mut at = Some(start);
+        for link in path {
+            *edges.entry(*link).or_default() += 1;
+            at = at.and_then(|at| fabric.links().get(link.0 as usize)?.across(at));
+            // Hosts do not forward.
+            at = at.filter(|at| matches!(at, Device::Switch(_)));
+        }
+        if at != Some(Device::Switch(plan.nodes[parent].switch)) {
+            return Err(Violation::Path { child, parent });
+        }
+    }
+    Ok(edges.into_values().max().unwrap_or(0))
+}
+
+/// Return a number that stands for the expression which a node evaluates.
+fn expression(plan: &Plan, node: usize) -> u128 {
+    pairing(plan.nodes[node].children.iter().map(|child| match *child {
+        Child::Node(node) => expression(plan, node),
+        Child::Rank(rank) => leaf(rank.0 as usize),
+    }))
+}
+
+fn leaf(rank: usize) -> u128 {
+    mix(rank as u128 + 1, 0)
+}
+
+/// Combine neighbours, then pairs of pairs; an odd one out moves up.
+fn pairing(operands: impl Iterator<Item = u128>) -> u128 {
+    let mut operands: Vec<u128> = operands.collect();
+    while operands.len() > 1 {
+        operands = operands.chunks(2).map(|pair| if let [a, b] = pair { mix(*a, *b) } else { pair[0] }).collect();
+    }
+    operands.pop().unwrap_or_default()
+}
+
+/// Mix two numbers so that neither order nor bracketing can be changed unnoticed.
+fn mix(left: u128, right: u128) -> u128 {
+    const ODD: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
+    let mixed = left.rotate_left(41).wrapping_mul(ODD) ^ right.wrapping_add(ODD).wrapping_mul(ODD | 0xff00);
+    (mixed ^ (mixed >> 61)).wrapping_mul(ODD)
+}

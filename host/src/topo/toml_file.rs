@@ -1,0 +1,207 @@
+//! Reader of the small TOML file in which people write down a fabric by hand.
+//!
+//! ```toml
+//! [[switch]]
+//! name = "leaf1"
+//! aggregation = true              # a device runs beside it; default: false
+//!
+//! [[host]]
+//! name = "n1"
+//! guid = "0xe09d730300156ff6"     # optional
+//!
+//! [[link]]
+//! ends = ["n1", "leaf1"]          # or "leaf1:7" for port 7; else the first free port
+//! rate_gbits = 400                # optional
+//! count = 1                       # parallel cables; default: 1
+//! ```
+//!
+//! Names are unique over switches and hosts together and hold no colon, unless a port follows it. Invariant: every
+//! refusal names the line.
+
+use super::build::{Builder, Kind};
+use super::{Fabric, FabricError, Rate, bare_guid};
+use serde::Deserialize;
+use std::ops::Range;
+use toml::Spanned;
+
+impl Fabric {
+    /// Read a fabric from TOML:
+    ///
+    /// ```
+    /// let fabric = sumac::topo::Fabric::from_toml(r#"
+    ///     switch = [{ name = "leaf1", aggregation = true }]
+    ///     host = [{ name = "n1" }, { name = "n2" }]
+    ///     link = [
+    ///         { ends = ["n1", "leaf1"], rate_gbits = 400 },
+    ///         { ends = ["n2", "leaf1:7"], rate_gbits = 400 },
+    ///     ]
+    /// "#)?;
+    /// assert_eq!(fabric.hosts().len(), 2);
+    /// # Ok::<(), sumac::topo::FabricError>(())
+    /// ```
+    ///
+    /// A `[[switch]]` has a `name` and `aggregation` (default false: no device beside it). A `[[host]]` has a `name`
+    /// and, if known, a `guid`. A `[[link]]` has two `ends`, each a name or `name:port`, a `rate_gbits` if known and a
+    /// `count` of parallel cables (default 1).
+    ///
+    /// # Errors
+    /// [`FabricError`] names the line, what stood there and what was expected.
+    pub fn from_toml(text: &str) -> Result<Self, FabricError> {
+        let file: File = toml::from_str(text).map_err(|error| FabricError::Syntax {
+            line: line_at(text, error.span().unwrap_or_default()),
+            found: found_at(text, error.span().unwrap_or_default()),
+            expected: format!("a fabric file ({})", error.message().trim().replace('\n', "; ")),
+        })?;
+        let mut builder = Builder::default();
+        for switch in &file.switch {
+            let line = line_at(text, switch.name.span());
+            builder.named(Kind::Switch, valid_name(&switch.name, line)?, line)?;
+            if switch.aggregation {
+                builder.equip(switch.name.as_ref());
+            }
+        }
+        let mut ids = std::collections::HashMap::new();
+        for host in &file.host {
+            let line = line_at(text, host.name.span());
+            let name = valid_name(&host.name, line)?;
+            if builder.kind(name).is_some() || ids.contains_key(name) {
+                let expected = "a name that no other switch or host has".into();
+                return Err(FabricError::Syntax { line, found: format!("`{name}` again"), expected });
+            }
+            let id = host.guid.as_deref().map_or(name.to_owned(), bare_guid);
+            builder.named(Kind::Host, &id, line)?;
+            builder.describe(&id, name);
+            ids.insert(name.to_owned(), id);
+        }
+        for link in &file.link {
+            let line = line_at(text, link.ends.span());
+            let ends = link.ends.get_ref();
+            let ends = [resolve(&builder, &ids, &ends[0], line)?, resolve(&builder, &ids, &ends[1], line)?];
+            add_cables(&mut builder, link, ends, line)?;
+        }
+        builder.finish("[[switch]]")
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    #[serde(default)]
+    switch: Vec<SwitchEntry>,
+    #[serde(default)]
+    host: Vec<HostEntry>,
+    #[serde(default)]
+    link: Vec<LinkEntry>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SwitchEntry {
+    name: Spanned<String>,
+    #[serde(default)]
+    aggregation: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct HostEntry {
+    name: Spanned<String>,
+    guid: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LinkEntry {
+    ends: Spanned<[String; 2]>,
+    rate_gbits: Option<f64>,
+    #[serde(default = "one")]
+    count: u16,
+}
+
+fn one() -> u16 {
+    1
+}
+
+fn valid_name(name: &Spanned<String>, line: usize) -> Result<&str, FabricError> {
+    let text: &str = name.get_ref();
+    if text.trim() != text || text.is_empty() || split_port(text).1.is_some() {
+        let expected = "a name without blanks around it and without a port behind it".into();
+        return Err(FabricError::Syntax { line, found: format!("`{text}`"), expected });
+    }
+    Ok(text)
+}
+
+/// Split `name:port`; a colon that no number follows belongs to the name.
+fn split_port(end: &str) -> (&str, Option<&str>) {
+    match end.rsplit_once(':') {
+        Some((name, port)) if !port.is_empty() && port.bytes().all(|c| c.is_ascii_digit()) => (name, Some(port)),
+        _ => (end, None),
+    }
+}
+
+/// An end of a link: the node's id, and the port if one is given.
+type EndEntry = (String, Option<u16>);
+
+/// Find the node that an end names.
+fn resolve(
+    builder: &Builder,
+    ids: &std::collections::HashMap<String, String>,
+    end: &str,
+    line: usize,
+) -> Result<EndEntry, FabricError> {
+    let (name, port) = split_port(end);
+    let port = port.map(|digits| {
+        digits.parse().ok().filter(|port| *port > 0).ok_or_else(|| FabricError::Syntax {
+            line,
+            found: format!("port `{digits}`"),
+            expected: "a port from 1 to 65535".into(),
+        })
+    });
+    let id = ids.get(name).map_or(name, String::as_str);
+    if builder.kind(id).is_none() {
+        return Err(FabricError::UnknownNode { line, id: name.into() });
+    }
+    Ok((id.to_owned(), port.transpose()?))
+}
+
+/// Add the parallel cables of one entry, each on the next free port where none is given.
+fn add_cables(builder: &mut Builder, link: &LinkEntry, ends: [EndEntry; 2], line: usize) -> Result<(), FabricError> {
+    let refuse = |found: String, expected: &str| FabricError::Syntax { line, found, expected: expected.into() };
+    let rate = match link.rate_gbits {
+        Some(gbits) => Some(
+            Rate::from_gbits(gbits)
+                .ok_or_else(|| refuse(format!("rate_gbits = {gbits}"), "above 0, at most 1000000"))?,
+        ),
+        None => None,
+    };
+    let pinned = ends.iter().any(|(_, port)| port.is_some());
+    if link.count == 0 || (link.count > 1 && pinned) {
+        let expected = "a count of at least 1, and of 1 where an end names its port";
+        return Err(refuse(format!("count = {}", link.count), expected));
+    }
+    if ends[0].0 == ends[1].0 {
+        return Err(refuse(format!("a link from `{}` to itself", ends[0].0), "two different ends"));
+    }
+    for _ in 0..link.count {
+        let free = |builder: &Builder, (id, port): &EndEntry| match port {
+            Some(port) => Some(*port),
+            None => (1..=u16::MAX).find(|port| !builder.port_is_taken(id, *port)),
+        };
+        match (free(builder, &ends[0]), free(builder, &ends[1])) {
+            (Some(a), Some(b)) => builder.cable((&ends[0].0, a), (&ends[1].0, b), rate, line)?,
+            _ => return Err(refuse(format!("more cables at `{}`", ends[0].0), "at most 65535 at one node")),
+        }
+    }
+    Ok(())
+}
+
+/// Return the line (from 1) that a span of bytes starts on.
+fn line_at(text: &str, span: Range<usize>) -> usize {
+    text.bytes().take(span.start).filter(|c| *c == b'\n').count() + 1
+}
+
+/// Return what stands at a span, up to the end of its line.
+fn found_at(text: &str, span: Range<usize>) -> String {
+    let found = text.get(span.start..).unwrap_or_default().lines().next().unwrap_or_default().trim();
+    if found.is_empty() { "nothing".into() } else { format!("`{found}`") }
+}
