@@ -1,1 +1,3 @@
 //! The host's side of Sumac.
+
+pub mod coll;
