@@ -4,5 +4,6 @@
 pub mod ids;
 pub mod op;
 pub mod port;
+pub mod reduce;
 pub mod time;
 pub mod wire;

@@ -1,0 +1,191 @@
+//! The values that kernels must give, computed on bits with wide integers: one element at a time, no float
+//! arithmetic, nothing shared with the code under test.
+//!
+//! Elements and accumulators are the low bits of a u64. A float is decoded to sign x significand x 2^exponent,
+//! computed with exactly (or with a sticky bit where it can't matter), and rounded once by the definition of
+//! nearest-even. Every NaN result is the canonical one.
+
+use crate::op::{Dtype, ReduceOp};
+
+/// An IEEE 754 binary interchange format, or bfloat16.
+#[derive(Clone, Copy)]
+pub(super) struct Format {
+    /// Bits of the trailing significand field.
+    pub(super) fraction_bits: u32,
+    /// Bits of the exponent field.
+    pub(super) exponent_bits: u32,
+}
+
+/// A number that is not a NaN.
+enum Number {
+    Infinite { negative: bool },
+    Finite { negative: bool, significand: u128, exponent: i32 },
+}
+
+impl Format {
+    /// Return the format of a float type, `None` for integers.
+    pub(super) fn of(dtype: Dtype) -> Option<Self> {
+        let (fraction_bits, exponent_bits) = match dtype {
+            Dtype::F16 => (10, 5),
+            Dtype::Bf16 => (7, 8),
+            Dtype::F32 => (23, 8),
+            Dtype::F64 => (52, 11),
+            Dtype::I32 | Dtype::I64 => return None,
+        };
+        Some(Self { fraction_bits, exponent_bits })
+    }
+
+    /// Return the bits of +infinity: also the greatest magnitude that is no NaN.
+    pub(super) fn infinity(self) -> u64 {
+        ((1 << self.exponent_bits) - 1) << self.fraction_bits
+    }
+
+    /// Return the bits of the canonical NaN: positive, quiet, no payload.
+    pub(super) fn nan(self) -> u64 {
+        self.infinity() | 1 << (self.fraction_bits - 1)
+    }
+
+    /// Return the sign bit.
+    pub(super) fn sign(self) -> u64 {
+        1 << (self.fraction_bits + self.exponent_bits)
+    }
+
+    /// Return the bits without the sign.
+    pub(super) fn magnitude(self, bits: u64) -> u64 {
+        bits & (self.sign() - 1)
+    }
+
+    /// Return whether the bits are a NaN, quiet or signalling.
+    pub(super) fn is_nan(self, bits: u64) -> bool {
+        self.magnitude(bits) > self.infinity()
+    }
+
+    /// The exponent of the least subnormal number.
+    fn least_exponent(self) -> i32 {
+        let bias = (1 << (self.exponent_bits - 1)) - 1;
+        1 - bias - self.fraction_bits as i32
+    }
+
+    fn decode(self, bits: u64) -> Option<Number> {
+        let negative = bits & self.sign() != 0;
+        let magnitude = self.magnitude(bits);
+        if self.is_nan(bits) {
+            return None;
+        }
+        if magnitude == self.infinity() {
+            return Some(Number::Infinite { negative });
+        }
+        let field = (magnitude >> self.fraction_bits) as i32;
+        let fraction = u128::from(magnitude & ((1 << self.fraction_bits) - 1));
+        let implicit = if field == 0 { 0 } else { 1_u128 << self.fraction_bits };
+        let exponent = self.least_exponent() + (field - 1).max(0);
+        Some(Number::Finite { negative, significand: implicit | fraction, exponent })
+    }
+
+    fn encode(self, number: Number) -> u64 {
+        let (negative, magnitude) = match number {
+            Number::Infinite { negative } => (negative, self.infinity()),
+            Number::Finite { negative, significand, exponent } => (negative, self.round(significand, exponent)),
+        };
+        if negative { self.sign() | magnitude } else { magnitude }
+    }
+
+    /// Round significand x 2^exponent to nearest even; return the bits, without sign.
+    fn round(self, significand: u128, exponent: i32) -> u64 {
+        if significand == 0 {
+            return 0;
+        }
+        let top = 127 - significand.leading_zeros() as i32 + exponent;
+        // The unit in the last place: by the leading bit, but never below the subnormals'.
+        let unit = (top - self.fraction_bits as i32).max(self.least_exponent());
+        let drop = unit - exponent;
+        let rounded = match drop {
+            ..=0 => significand << -drop,
+            1..=127 => {
+                let (kept, rest, half) = (significand >> drop, significand & ((1 << drop) - 1), 1_u128 << (drop - 1));
+                kept + u128::from(rest > half || (rest == half && kept & 1 == 1))
+            }
+            // Less than half a unit: the leading bit lies below bit 127 of the unit.
+            _ => 0,
+        };
+        // A normal significand's leading bit adds 1 to the exponent field, and so does a carry out of it.
+        let field = (unit - self.least_exponent()) as u128;
+        let bits = (field << self.fraction_bits) + rounded;
+        bits.min(u128::from(self.infinity())) as u64
+    }
+
+    fn add(self, a: u64, b: u64) -> u64 {
+        let (Some(x), Some(y)) = (self.decode(a), self.decode(b)) else { return self.nan() };
+        match (x, y) {
+            (Number::Infinite { negative }, Number::Infinite { negative: other }) if negative != other => self.nan(),
+            (infinite @ Number::Infinite { .. }, _) | (_, infinite @ Number::Infinite { .. }) => self.encode(infinite),
+            (
+                Number::Finite { negative: n1, significand: s1, exponent: e1 },
+                Number::Finite { negative: n2, significand: s2, exponent: e2 },
+            ) => self.encode(add_finite((n1, s1, e1), (n2, s2, e2))),
+        }
+    }
+
+    fn extreme(self, a: u64, b: u64, greatest: bool) -> u64 {
+        if self.is_nan(a) || self.is_nan(b) {
+            return self.nan();
+        }
+        // Sign and magnitude as a line of integers on which -0 is just below +0.
+        let place = |bits: u64| {
+            let magnitude = i128::from(self.magnitude(bits));
+            if bits & self.sign() == 0 { magnitude } else { -1 - magnitude }
+        };
+        if (place(a) > place(b)) == greatest { a } else { b }
+    }
+}
+
+/// Add two of (negative, significand of at most 53 bits, exponent), keeping 64 bits below the greater exponent and a
+/// sticky bit: more than enough for one rounding to 53.
+fn add_finite(a: (bool, u128, i32), b: (bool, u128, i32)) -> Number {
+    let ((n1, s1, e1), (n2, s2, e2)) = if a.2 >= b.2 { (a, b) } else { (b, a) };
+    let shift = (e1 - e2) as u32;
+    let (high, wide) = (s1 << 64, s2 << 64);
+    let low = match wide.checked_shr(shift) {
+        Some(low) if low << shift == wide => low,
+        Some(low) => low | 1,
+        None => u128::from(wide != 0),
+    };
+    let (negative, significand) = match (n1 == n2, high >= low) {
+        (true, _) => (n1, high + low),
+        (false, true) => (n1 && high != low, high - low),
+        (false, false) => (n2, low - high),
+    };
+    Number::Finite { negative, significand, exponent: e1 - 64 }
+}
+
+/// Return an element as an accumulator: the exact value, or a NaN.
+pub(super) fn widen(dtype: Dtype, bits: u64) -> u64 {
+    let (Some(from), Some(to)) = (Format::of(dtype), Format::of(dtype.accumulator())) else { return bits };
+    from.decode(bits).map_or(to.nan(), |number| to.encode(number))
+}
+
+/// Return `a op b` of two accumulators of type `acc`.
+pub(super) fn apply(acc: Dtype, op: ReduceOp, a: u64, b: u64) -> u64 {
+    if let Some(format) = Format::of(acc) {
+        return match op {
+            ReduceOp::Sum => format.add(a, b),
+            ReduceOp::Min => format.extreme(a, b, false),
+            ReduceOp::Max => format.extreme(a, b, true),
+        };
+    }
+    let bits = acc.size_bytes() as u32 * 8;
+    // Sign-extend by subtracting 2^bits from the upper half, in a type where nothing wraps.
+    let value = |x: u64| i128::from(x) - if x >> (bits - 1) == 1 { 1_i128 << bits } else { 0 };
+    let result = match op {
+        ReduceOp::Sum => value(a) + value(b),
+        ReduceOp::Min => value(a).min(value(b)),
+        ReduceOp::Max => value(a).max(value(b)),
+    };
+    result.rem_euclid(1 << bits) as u64
+}
+
+/// Return an accumulator rounded to an element.
+pub(super) fn round(dtype: Dtype, acc: u64) -> u64 {
+    let (Some(from), Some(to)) = (Format::of(dtype.accumulator()), Format::of(dtype)) else { return acc };
+    from.decode(acc).map_or(to.nan(), |number| to.encode(number))
+}
