@@ -1,0 +1,20 @@
+//! The dissemination barrier, for groups without a tree.
+//!
+//! Steps ceil(log2 p), one message without payload per rank and step: `ceil(log2 p) alpha` (Hensgen, Finkel and
+//! Manber, "Two algorithms for barrier synchronization", International Journal of Parallel Programming 17(1),
+//! 1988). After step s a rank has heard, directly or not, from the 2^(s+1) - 1 ranks before it.
+
+use super::{Action, Place, Schedule, Span, Transfer};
+
+/// Schedule a barrier: no rank gets through before every rank has entered.
+pub fn barrier(place: Place) -> Schedule {
+    let mut schedule = Schedule::new(place, 0);
+    let mut distance = 1;
+    while distance < place.ranks() {
+        let signal = |peer| Transfer { peer, span: Span::EMPTY, action: Action::Copy };
+        schedule.push(&[signal(place.after(distance))], &[signal(place.before(distance))]);
+        // A communicator beyond 2^31 ranks would wrap the distance: it ends the loop instead.
+        distance = distance.saturating_mul(2);
+    }
+    schedule
+}
