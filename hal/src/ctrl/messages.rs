@@ -39,6 +39,18 @@ pub struct Announce {
     pub data_addrs: Vec<Addr, MAX_SHARDS>,
 }
 
+/// The first message on a connection to a controller: who dials.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+// One a connection: see `Request` on its size.
+#[allow(clippy::large_enum_variant)]
+pub enum Greeting {
+    /// A device, which then answers requests.
+    Device(Announce),
+    /// A program on a host, which then sends requests of its own kind.
+    Client,
+}
+
 /// What a device can do, over all its shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceCapabilities {

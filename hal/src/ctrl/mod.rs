@@ -9,19 +9,23 @@
 //! | 12 | message | | postcard |
 //!
 //! A controller and a device speak [`Request`] and [`Response`]; other pairs put their own messages in the same
-//! frames. The device dials, announces itself ([`Announce`]), and then answers requests in order. Until
+//! frames. The device dials, greets ([`Greeting`]), and then answers requests in order. Until
 //! authentication exists (PROTOCOL 10), control ports listen on loopback only: who can reach one can command it.
 
 mod messages;
 mod stats;
+#[cfg(feature = "std")]
+mod stream;
 #[cfg(test)]
 mod tests;
 
 pub use messages::{
-    Announce, DeviceCapabilities, Envelope, GroupConfig, MAX_NAME_LEN, Name, NodeParent, Order, Refusal, Request,
-    Response, TimersConfig, TreeConfig,
+    Announce, DeviceCapabilities, Envelope, Greeting, GroupConfig, MAX_NAME_LEN, Name, NodeParent, Order, Refusal,
+    Request, Response, TimersConfig, TreeConfig,
 };
 pub use stats::{Counters, DropReason, Stats};
+#[cfg(feature = "std")]
+pub use stream::{FrameReader, StreamError, send};
 
 use crate::wire::crc32c;
 use serde::Serialize;

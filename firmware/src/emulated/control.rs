@@ -1,0 +1,159 @@
+//! The board's control thread: dials the controller, announces the device, carries out its requests.
+
+use super::shard::{ShardLink, merge};
+use super::{BoardConfig, BoardError};
+use std::net::{Shutdown, TcpStream};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+use sumac_hal::ctrl::{Announce, Envelope, FrameReader, Greeting, Refusal, Request, Response, StreamError, send};
+
+/// The control thread as the board sees it. Dropping it ends the thread.
+#[derive(Debug)]
+pub(super) struct Control {
+    shared: Arc<Shared>,
+    stop: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What board and control thread share.
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    registered: bool,
+    /// The connection, so that the board can end a read that waits.
+    stream: Option<TcpStream>,
+    stopped: bool,
+}
+
+impl Shared {
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        // The state is plain flags: a panic elsewhere leaves them as good as they were.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Control {
+    pub(super) fn start(config: &BoardConfig, announce: Announce, shards: Vec<ShardLink>) -> Result<Self, BoardError> {
+        let shared = Arc::new(Shared::default());
+        let (stop, stopped) = channel();
+        let dialer = Dialer {
+            announce,
+            shards,
+            controller: config.controller,
+            redial: config.redial,
+            shared: Arc::clone(&shared),
+            stopped,
+        };
+        let thread = std::thread::Builder::new()
+            .name("control".into())
+            .spawn(move || dialer.run())
+            .map_err(|source| BoardError::System { what: "start the control thread", source })?;
+        Ok(Self { shared, stop: Some(stop), thread: Some(thread) })
+    }
+
+    pub(super) fn wait_registered(&self, timeout: Duration) -> bool {
+        let state = self.shared.lock();
+        let waited = self.shared.changed.wait_timeout_while(state, timeout, |state| !state.registered);
+        waited.unwrap_or_else(PoisonError::into_inner).0.registered
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        let mut state = self.shared.lock();
+        state.stopped = true;
+        if let Some(stream) = &state.stream {
+            // Fails only if the peer was faster, which ends the read as well.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        drop(state);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+struct Dialer {
+    announce: Announce,
+    shards: Vec<ShardLink>,
+    controller: std::net::SocketAddr,
+    redial: Duration,
+    shared: Arc<Shared>,
+    stopped: Receiver<()>,
+}
+
+impl Dialer {
+    fn run(self) {
+        let device = self.announce.name.as_str();
+        loop {
+            match self.serve() {
+                Ok(()) => return,
+                Err(error) => tracing::debug!(device, controller = %self.controller, %error, "no controller"),
+            }
+            self.shared.lock().registered = false;
+            // The board's end of the channel is dropped when it stops: then this ends at once.
+            if self.stopped.recv_timeout(self.redial) != Err(RecvTimeoutError::Timeout) {
+                return;
+            }
+        }
+    }
+
+    /// Serve one connection; `Ok` if the board stops.
+    fn serve(&self) -> Result<(), StreamError> {
+        let mut stream = TcpStream::connect_timeout(&self.controller, Duration::from_secs(5))?;
+        stream.set_nodelay(true)?;
+        {
+            let mut state = self.shared.lock();
+            if state.stopped {
+                return Ok(());
+            }
+            state.stream = Some(stream.try_clone()?);
+        }
+        send(&mut stream, &Greeting::Device(self.announce.clone()))?;
+        let mut reader = FrameReader::new(stream.try_clone()?);
+        loop {
+            let request: Envelope<Request> = match reader.recv() {
+                Ok(request) => request,
+                Err(_) if self.shared.lock().stopped => return Ok(()),
+                Err(error) => return Err(error),
+            };
+            let message = self.carry_out(request.message);
+            let welcome = matches!(message, Response::Hello(_));
+            send(&mut stream, &Envelope { id: request.id, message })?;
+            if welcome {
+                self.shared.lock().registered = true;
+                self.shared.changed.notify_all();
+            }
+        }
+    }
+
+    fn carry_out(&self, request: Request) -> Response {
+        if request == Request::Hello {
+            return Response::Hello(self.announce.clone());
+        }
+        let answers: Vec<_> = self.shards.iter().map(|shard| shard.ask(request.clone())).collect();
+        let answers: Vec<Response> = answers.into_iter().filter_map(|answer| answer.recv().ok()).collect();
+        self.undo_half(&request, &answers);
+        merge(answers).unwrap_or(Response::Refused(Refusal::Unknown))
+    }
+
+    /// All shards or none: where some refuse a group, the others give it back.
+    fn undo_half(&self, request: &Request, answers: &[Response]) {
+        let Request::CreateGroup(config) = request else { return };
+        if answers.iter().all(|answer| *answer == Response::Done) {
+            return;
+        }
+        for (shard, _) in self.shards.iter().zip(answers).filter(|(_, answer)| **answer == Response::Done) {
+            // A shard that ended meanwhile has nothing to give back.
+            let _ = shard.ask(Request::ReleaseGroup(config.group)).recv();
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! The emulated board: a device as an ordinary process.
+//!
+//! ```text
+//!               control (TCP, dials the controller)
+//!                      |
+//!               +------v-------+   requests, one queue a shard   +---------+
+//!               | control      |-------------------------------->| shard 0 |--- UDP
+//!               | thread       |<--------------------------------| thread  |
+//!               +--------------+   responses                     +---------+
+//!                                                                    ...
+//! ```
+//!
+//! Each shard is a thread with a node, a port and storage of its own; they share nothing, so the data path takes no
+//! lock. The control thread hands each request to every shard and merges what they say. A board that loses its
+//! controller goes on serving its groups, whose leases the ranks' packets renew, and dials again.
+
+mod control;
+mod shard;
+
+use control::Control;
+use shard::{ShardHandle, start_shard};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::time::Duration;
+use sumac_hal::ctrl::{Announce, DeviceCapabilities, Name};
+use sumac_hal::ids::BootId;
+use sumac_hal::port::Addr;
+use sumac_hal::shard::MAX_SHARDS;
+use sumac_hal::udp::{UdpConfig, UdpError};
+use thiserror::Error;
+
+/// How to set up an emulated board.
+#[derive(Debug, Clone)]
+pub struct BoardConfig {
+    /// The device's name in the fabric.
+    pub name: String,
+    /// The controller to serve.
+    pub controller: SocketAddr,
+    /// Where the data ports listen.
+    pub bind: IpAddr,
+    /// Worker threads, each with a port of its own.
+    pub shards: u16,
+    /// Groups (and trees) that it can hold.
+    pub groups: u16,
+    /// Children of all groups.
+    pub children: u32,
+    /// Slots of all groups, in each shard.
+    pub slots: u32,
+    /// Accumulators and staging of all slots, in each shard, in bytes.
+    pub slot_memory_bytes: usize,
+    /// The data ports.
+    pub udp: UdpConfig,
+    /// How long to wait between two attempts to reach the controller.
+    pub redial: Duration,
+}
+
+impl BoardConfig {
+    /// Describe a board on loopback with one shard and room for a few jobs.
+    pub fn new(name: impl Into<String>, controller: SocketAddr) -> Self {
+        Self {
+            name: name.into(),
+            controller,
+            bind: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            shards: 1,
+            groups: 64,
+            children: 4096,
+            slots: 8192,
+            slot_memory_bytes: 256 << 20,
+            udp: UdpConfig::default(),
+            redial: Duration::from_millis(500),
+        }
+    }
+}
+
+/// Why a board can't start.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum BoardError {
+    /// The name does not fit.
+    #[error("device name {0:?} has {len} bytes; the limit is 64", len = .0.len())]
+    Name(String),
+    /// No shard, or too many.
+    #[error("{0} shards; a device has 1 to {MAX_SHARDS}")]
+    Shards(u16),
+    /// A data port could not be opened.
+    #[error("data port: {0}")]
+    Port(#[from] UdpError),
+    /// The system would not start a thread or give randomness.
+    #[error("{what}: {source}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// What the system said.
+        source: std::io::Error,
+    },
+}
+
+/// A running board. Dropping it stops its threads.
+#[derive(Debug)]
+pub struct Board {
+    announce: Announce,
+    control: Control,
+    shards: Vec<ShardHandle>,
+}
+
+impl Board {
+    /// Open the data ports, start the shards, and begin to dial the controller.
+    ///
+    /// # Errors
+    /// [`BoardError`]; nothing is left running.
+    pub fn start(config: BoardConfig) -> Result<Self, BoardError> {
+        let name = Name::try_from(config.name.as_str()).map_err(|_| BoardError::Name(config.name.clone()))?;
+        if config.shards == 0 || usize::from(config.shards) > MAX_SHARDS {
+            return Err(BoardError::Shards(config.shards));
+        }
+        let boot_id = random_boot_id()?;
+        let shards = (0..config.shards)
+            .map(|index| start_shard(&config, index, boot_id))
+            .collect::<Result<Vec<_>, BoardError>>()?;
+        let capabilities =
+            shards.iter().map(|shard| shard.capabilities).reduce(narrowest).ok_or(BoardError::Shards(0))?;
+        let data_addrs = shards.iter().map(|shard| shard.addr).collect();
+        let announce = Announce { name, boot_id, capabilities, data_addrs };
+        let links = shards.iter().map(ShardHandle::link).collect();
+        let control = Control::start(&config, announce.clone(), links)?;
+        Ok(Self { announce, control, shards })
+    }
+
+    /// Return what the board tells its controller of itself.
+    pub const fn announce(&self) -> &Announce {
+        &self.announce
+    }
+
+    /// Return where its shards receive packets.
+    pub fn data_addrs(&self) -> impl Iterator<Item = Addr> {
+        self.announce.data_addrs.iter().copied()
+    }
+
+    /// Wait until the controller has been reached, at most `timeout`; false if it was not.
+    pub fn wait_registered(&self, timeout: Duration) -> bool {
+        self.control.wait_registered(timeout)
+    }
+
+    /// Serve until the process ends or a shard's thread does, which is a bug.
+    pub fn serve(mut self) {
+        for shard in &mut self.shards {
+            shard.join();
+        }
+    }
+}
+
+/// What all shards can do.
+fn narrowest(a: DeviceCapabilities, b: DeviceCapabilities) -> DeviceCapabilities {
+    DeviceCapabilities {
+        max_packet_len_bytes: a.max_packet_len_bytes.min(b.max_packet_len_bytes),
+        receive_buffer_bytes: a.receive_buffer_bytes.min(b.receive_buffer_bytes),
+        ..a
+    }
+}
+
+fn random_boot_id() -> Result<BootId, BoardError> {
+    let mut bytes = [0; 8];
+    let system = |source: rustix::io::Errno| BoardError::System { what: "random boot id", source: source.into() };
+    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()).map_err(system)?;
+    Ok(BootId(u64::from_le_bytes(bytes)))
+}

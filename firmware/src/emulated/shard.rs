@@ -1,0 +1,176 @@
+//! One shard: a thread with a node, a port and storage of its own.
+
+use super::{BoardConfig, BoardError};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Instant as Clock;
+use sumac_device::{Child, Event, Node, NodeConfig, Slot, Storage, runtime};
+use sumac_hal::ctrl::{DeviceCapabilities, Request, Response, Stats};
+use sumac_hal::ids::BootId;
+use sumac_hal::port::{Addr, Port, WaitPort};
+use sumac_hal::shard::Shard;
+use sumac_hal::time::Instant;
+use sumac_hal::udp::{UdpPort, Waker};
+
+/// What the board keeps of a shard.
+#[derive(Debug)]
+pub(super) struct ShardHandle {
+    pub(super) addr: Addr,
+    pub(super) capabilities: DeviceCapabilities,
+    link: ShardLink,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// A way to ask a shard something from another thread.
+#[derive(Debug, Clone)]
+pub(super) struct ShardLink {
+    requests: Sender<(Request, Sender<Response>)>,
+    waker: Waker,
+}
+
+impl ShardLink {
+    /// Hand a request over; the answer comes through the receiver, which ends without one if the shard is gone.
+    pub(super) fn ask(&self, request: Request) -> Receiver<Response> {
+        let (answer, receiver) = channel();
+        // A shard that has ended drops the sender, which the receiver sees.
+        let _ = self.requests.send((request, answer));
+        self.waker.wake();
+        receiver
+    }
+}
+
+impl ShardHandle {
+    pub(super) fn link(&self) -> ShardLink {
+        self.link.clone()
+    }
+
+    pub(super) fn join(&mut self) {
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("a shard's thread panicked");
+        }
+    }
+}
+
+impl Drop for ShardHandle {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        self.link.waker.wake();
+        self.join();
+    }
+}
+
+/// Open the shard's port and start its thread.
+pub(super) fn start_shard(config: &BoardConfig, index: u16, boot_id: BootId) -> Result<ShardHandle, BoardError> {
+    let shard = Shard::new(index, config.shards).ok_or(BoardError::Shards(config.shards))?;
+    let port = UdpPort::bind(SocketAddr::new(config.bind, 0), &config.udp)?;
+    let node_config = NodeConfig {
+        shard,
+        boot_id,
+        max_packet_len_bytes: port.capabilities().max_packet_len_bytes,
+        receive_buffer_bytes: port.capabilities().receive_buffer_bytes,
+    };
+    let (addr, waker) = (port.local_addr(), port.waker());
+    let (requests, inbox) = channel();
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut tables = Tables::new(config);
+    let capabilities = Node::new(node_config, tables.lend()).capabilities();
+    let worker = Worker { port, node_config, inbox, stop: Arc::clone(&stop), name: config.name.clone() };
+    let thread = std::thread::Builder::new()
+        .name(format!("shard-{index}"))
+        .spawn(move || worker.run(tables))
+        .map_err(|source| BoardError::System { what: "start a shard's thread", source })?;
+    Ok(ShardHandle { addr, capabilities, link: ShardLink { requests, waker }, stop, thread: Some(thread) })
+}
+
+/// The shard's storage, on the heap.
+struct Tables {
+    groups: Vec<Option<sumac_device::Group>>,
+    trees: Vec<Option<sumac_hal::ctrl::TreeConfig>>,
+    children: Vec<Child>,
+    slots: Vec<Slot>,
+    bytes: Vec<u8>,
+}
+
+impl Tables {
+    fn new(config: &BoardConfig) -> Self {
+        Self {
+            groups: (0..config.groups).map(|_| None).collect(),
+            trees: (0..config.groups).map(|_| None).collect(),
+            children: vec![Child::EMPTY; config.children as usize],
+            slots: vec![Slot::EMPTY; config.slots as usize],
+            bytes: vec![0; config.slot_memory_bytes],
+        }
+    }
+
+    fn lend(&mut self) -> Storage<'_> {
+        Storage {
+            groups: &mut self.groups,
+            trees: &mut self.trees,
+            children: &mut self.children,
+            slots: &mut self.slots,
+            bytes: &mut self.bytes,
+        }
+    }
+}
+
+struct Worker {
+    port: UdpPort,
+    node_config: NodeConfig,
+    inbox: Receiver<(Request, Sender<Response>)>,
+    stop: Arc<AtomicBool>,
+    name: String,
+}
+
+impl Worker {
+    fn run(mut self, mut tables: Tables) {
+        let mut node = Node::new(self.node_config, tables.lend());
+        let start = Clock::now();
+        let now = || Instant::from_nanos(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
+        while !self.stop.load(Ordering::Acquire) {
+            while let Ok((request, answer)) = self.inbox.try_recv() {
+                // Nobody waits for the answer if the board's control thread has ended.
+                let _ = answer.send(node.control(&request, now()));
+            }
+            let next = runtime::poll(&mut node, &mut self.port, now());
+            while let Some(event) = node.poll_event() {
+                self.log(event);
+            }
+            let wait = next.map(|at| at - now());
+            if wait.is_none_or(|wait| !wait.is_zero()) {
+                self.port.wait(wait);
+            }
+        }
+    }
+
+    fn log(&self, event: Event) {
+        let device = &self.name;
+        match event {
+            Event::LeaseExpired(group) => tracing::warn!(%device, %group, "lease ran out, group freed"),
+            Event::GroupFailed { group, from, reason } => {
+                tracing::warn!(%device, %group, %from, ?reason, "group can't go on");
+            }
+            other => tracing::info!(%device, ?other),
+        }
+    }
+}
+
+/// Merge what the shards answer to one request: the first refusal if there is one, the sum of their stats.
+pub(super) fn merge(answers: Vec<Response>) -> Option<Response> {
+    answers.into_iter().reduce(|merged, answer| match (merged, answer) {
+        (Response::Refused(refusal), _) | (_, Response::Refused(refusal)) => Response::Refused(refusal),
+        (Response::Stats(mut sum), Response::Stats(stats)) => {
+            let Stats { slots_used, slot_memory_used_bytes, ref counters, .. } = stats;
+            sum.slots_used += slots_used;
+            sum.slot_memory_used_bytes += slot_memory_used_bytes;
+            sum.counters.merge(counters);
+            Response::Stats(sum)
+        }
+        (merged, _) => merged,
+    })
+}
