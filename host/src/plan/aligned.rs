@@ -35,9 +35,9 @@ fn block(plan: &Plan, node: usize) -> Option<Range<usize>> {
     operands.pop()
 }
 
-/// Join two neighbouring halves of an aligned power-of-two block.
+/// Join two neighbouring blocks of one power-of-two length. That the whole is aligned follows: all ranks are one block
+/// from 0, and halves of an aligned block are aligned.
 fn join(left: &Range<usize>, right: &Range<usize>) -> Option<Range<usize>> {
-    let len = left.len();
-    let halves = left.end == right.start && right.len() == len && len.is_power_of_two();
-    (halves && left.start.is_multiple_of(2 * len)).then_some(left.start..right.end)
+    let halves = left.end == right.start && right.len() == left.len() && left.len().is_power_of_two();
+    halves.then_some(left.start..right.end)
 }

@@ -240,12 +240,12 @@ impl Builder {
 
     /// Choose each record's name: its description where unique among names and ids, else its GUID.
     fn names(&self) -> HashMap<&str, String> {
-        let mut seen: HashMap<&str, usize> = HashMap::new();
+        let mut seen: HashMap<String, usize> = HashMap::new();
         for record in self.records.iter().filter(|record| matches!(record.kind, Kind::Switch | Kind::Host)) {
-            let own_id = bare_guid(&record.id);
-            let description = record.description.as_deref().filter(|text| *text != record.id && *text != own_id);
-            // An id claims its spelling too: a description may not pose as another node's GUID.
-            for spelling in description.into_iter().chain([record.id.as_str()]) {
+            let guid = bare_guid(&record.id);
+            let description = record.description.clone().filter(|text| *text != guid);
+            // A GUID claims its spelling too: a description may not pose as another node's GUID.
+            for spelling in description.into_iter().chain([guid]) {
                 *seen.entry(spelling).or_default() += 1;
             }
         }
@@ -259,7 +259,7 @@ impl Builder {
     /// Sort switches and hosts by name and number them.
     fn place(&self, names: &HashMap<&str, String>) -> (Vec<Switch>, Vec<Host>, HashMap<String, Device>) {
         let mut sorted: Vec<&Record> = self.records.iter().collect();
-        sorted.sort_by(|a, b| natural_cmp(&names[a.id.as_str()], &names[b.id.as_str()]).then_with(|| a.id.cmp(&b.id)));
+        sorted.sort_by(|a, b| natural_cmp(&names[a.id.as_str()], &names[b.id.as_str()]));
         let (mut switches, mut hosts, mut devices) = (Vec::new(), Vec::new(), HashMap::new());
         for record in sorted {
             let (name, guid) = (names[record.id.as_str()].clone(), bare_guid(&record.id));

@@ -93,6 +93,13 @@ fn line_ends_and_the_order_of_records_do_not_matter() {
 }
 
 #[test]
+fn a_description_cannot_pose_as_the_guid_of_another() {
+    let text = DUMP.replace("\"n10 mlx5_0\"", "\"2000000000000002\"");
+    let fabric = Fabric::from_ibnetdiscover(&text).expect("valid");
+    assert_eq!(names(&fabric), ["2000000000000002", "2000000000000003", "2000000000000004", "n1 mlx5_0"]);
+}
+
+#[test]
 fn the_real_superpod_reads_whole() {
     let Some(fabric) = shared_input("ndr-superpod.ibnetdiscover") else { return };
     assert_eq!((fabric.switches().len(), fabric.hosts().len()), (40, 542));
