@@ -1,0 +1,329 @@
+//! Admission: from a job's ranks to a tree on the fabric, and to a group on each of its devices, all or none.
+
+use super::ControllerConfig;
+use super::device::DeviceSession;
+use super::proto::{JoinRequest, TreeMembership};
+use crate::choice::TreeFacts;
+use crate::plan::{Child, DeviceLimits, HostSelection, Limits, Plan, plan};
+use crate::topo::Fabric;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use sumac_hal::ctrl::{GroupConfig, NodeParent, Order, Request, TreeConfig};
+use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
+use sumac_hal::key::GroupSecret;
+use sumac_hal::shard::Shard;
+use sumac_hal::wire::HEADER_LEN;
+
+/// One node of a placed tree.
+#[derive(Debug)]
+pub(super) struct PlacedNode {
+    pub(super) device: Arc<DeviceSession>,
+    secret: GroupSecret,
+    /// The parent's index and this node's place there.
+    parent: Option<(usize, ChildIndex)>,
+    children: u16,
+    /// Bytes that the group takes of each shard's slot memory.
+    memory_bytes: u64,
+}
+
+/// A job's tree and group, reserved on every node.
+#[derive(Debug)]
+pub(super) struct Placement {
+    pub(super) group: GroupId,
+    tree: TreeId,
+    epoch: Epoch,
+    pub(super) levels: u32,
+    max_children: u32,
+    aligned: bool,
+    /// Root first.
+    pub(super) nodes: Vec<PlacedNode>,
+    /// Each rank's leaf and place there.
+    ranks: Vec<(usize, ChildIndex)>,
+    window_max: u16,
+    slots: u16,
+    chunk_len_bytes: u16,
+}
+
+/// Plan a tree for the ranks and reserve its group, or say in one sentence why not.
+pub(super) fn admit<'p>(
+    config: &ControllerConfig,
+    devices: &BTreeMap<String, Arc<DeviceSession>>,
+    used: impl Iterator<Item = &'p Placement> + Clone,
+    requests: &[&JoinRequest],
+    (group, tree, epoch): (GroupId, TreeId, Epoch),
+) -> Result<Placement, String> {
+    if devices.is_empty() {
+        return Err("no device is connected to the controller".into());
+    }
+    let flat;
+    let fabric = match &config.fabric {
+        Some(fabric) => fabric,
+        None => {
+            flat = flat_fabric(devices, requests.len())?;
+            &flat
+        }
+    };
+    let plan = plan_tree(config, fabric, devices, used.clone(), requests)?;
+    let mut placement = place(&plan, devices, (group, tree, epoch))?;
+    placement.size(config, used, requests)?;
+    placement.reserve(config, requests[0].order)?;
+    Ok(placement)
+}
+
+/// Without a fabric: all hosts on the first device.
+fn flat_fabric(devices: &BTreeMap<String, Arc<DeviceSession>>, hosts: usize) -> Result<Fabric, String> {
+    let switch = devices.keys().next().map_or("device", String::as_str);
+    let mut text = format!("[[switch]]\nname = {switch:?}\naggregation = true\n");
+    for host in 0..hosts {
+        let host = format!("host-{host}");
+        text.push_str(&format!("[[host]]\nname = {host:?}\n[[link]]\nends = [{host:?}, {switch:?}]\n"));
+    }
+    Fabric::from_toml(&text).map_err(|error| format!("device {switch:?} can't stand for a fabric: {error}"))
+}
+
+fn plan_tree<'p>(
+    config: &ControllerConfig,
+    fabric: &Fabric,
+    devices: &BTreeMap<String, Arc<DeviceSession>>,
+    used: impl Iterator<Item = &'p Placement> + Clone,
+    requests: &[&JoinRequest],
+) -> Result<Plan, String> {
+    let limits = devices.values().filter_map(|device| {
+        let taken: u32 = placed_on(device, used.clone()).map(|(placement, _)| u32::from(placement.slots)).sum();
+        let capabilities = &device.announce.capabilities;
+        let limits = DeviceLimits {
+            max_children: usize::from(capabilities.children),
+            slots_free: capabilities.slots.saturating_sub(taken),
+        };
+        Some((fabric.find_switch(device.name())?, limits))
+    });
+    let limits = Limits {
+        // The least window that still moves: the real one is cut to what is free.
+        slots_needed: 2 * u32::from(shard_of(devices)?.most_within(1) as u16),
+        devices: Some(limits.collect()),
+        ..Limits::default()
+    };
+    debug_assert!(config.window_max > 0);
+    let names: Option<Vec<String>> = requests.iter().map(|request| request.host.clone()).collect();
+    let hosts = names.map_or(HostSelection::First(requests.len()), HostSelection::Named);
+    plan(fabric, &hosts, &limits).map_err(|error| error.to_string())
+}
+
+/// The groups that live on a device, with the node there.
+fn placed_on<'p>(
+    device: &Arc<DeviceSession>,
+    used: impl Iterator<Item = &'p Placement>,
+) -> impl Iterator<Item = (&'p Placement, &'p PlacedNode)> {
+    used.flat_map(move |placement| {
+        let node = placement.nodes.iter().find(|node| Arc::ptr_eq(&node.device, device));
+        node.map(|node| (placement, node))
+    })
+}
+
+fn shard_of(devices: &BTreeMap<String, Arc<DeviceSession>>) -> Result<Shard, String> {
+    let shards = devices.values().map(|device| device.announce.data_addrs.len()).max().unwrap_or(1);
+    Shard::new(0, shards as u16).ok_or_else(|| format!("a device with {shards} shards"))
+}
+
+fn place(
+    plan: &Plan,
+    devices: &BTreeMap<String, Arc<DeviceSession>>,
+    (group, tree, epoch): (GroupId, TreeId, Epoch),
+) -> Result<Placement, String> {
+    let mut ranks = vec![(0, ChildIndex(0)); plan.ranks.len()];
+    let mut places = vec![None; plan.nodes.len()];
+    for (index, node) in plan.nodes.iter().enumerate() {
+        for (i, child) in node.children.iter().enumerate() {
+            match *child {
+                Child::Rank(rank) => ranks[rank.0 as usize] = (index, ChildIndex(i as u16)),
+                Child::Node(below) => places[below] = Some((index, ChildIndex(i as u16))),
+            }
+        }
+    }
+    let nodes = plan.nodes.iter().zip(places).map(|(node, parent)| {
+        let by_guid = || devices.values().find(|device| device.name() == node.guid);
+        let device = devices.get(&node.name).or_else(by_guid);
+        let device = Arc::clone(device.ok_or_else(|| format!("device {} is not connected", node.name))?);
+        Ok(PlacedNode {
+            device,
+            secret: GroupSecret(random_bytes()),
+            parent,
+            children: node.children.len() as u16,
+            memory_bytes: 0,
+        })
+    });
+    let nodes = nodes.collect::<Result<Vec<_>, String>>()?;
+    let shards = |node: &PlacedNode| node.device.announce.data_addrs.len();
+    if let Some(other) = nodes.iter().find(|node| shards(node) != shards(&nodes[0])) {
+        let (root, here) = (shards(&nodes[0]), shards(other));
+        return Err(format!(
+            "device {} has {here} shards, device {} has {root}; the devices of a tree need equally many",
+            other.device.name(),
+            nodes[0].device.name()
+        ));
+    }
+    Ok(Placement {
+        group,
+        tree,
+        epoch,
+        levels: plan.levels as u32,
+        max_children: plan.max_children as u32,
+        aligned: plan.aligned,
+        nodes,
+        ranks,
+        window_max: 0,
+        slots: 0,
+        chunk_len_bytes: 0,
+    })
+}
+
+impl Placement {
+    /// Choose chunk and window: the largest that all ports and free slots and memory allow.
+    fn size<'p>(
+        &mut self,
+        config: &ControllerConfig,
+        used: impl Iterator<Item = &'p Self> + Clone,
+        requests: &[&JoinRequest],
+    ) -> Result<(), String> {
+        let devices = self.nodes.iter().map(|node| node.device.announce.capabilities.max_packet_len_bytes);
+        let longest = devices.chain(requests.iter().map(|request| request.max_packet_len_bytes)).min().unwrap_or(0);
+        let chunk = longest.saturating_sub(HEADER_LEN as u32).min(u32::from(config.chunk_max_bytes)) / 16 * 16;
+        if chunk < 64 {
+            return Err(format!("the shortest packet on the way, {longest} bytes, leaves no room for a chunk"));
+        }
+        let shard = Shard::new(0, self.nodes[0].device.announce.data_addrs.len() as u16);
+        let shard = shard.ok_or_else(|| format!("device {} has no shard", self.nodes[0].device.name()))?;
+        let order = requests[0].order;
+        let mut window = u64::from(config.window_max);
+        for node in &self.nodes {
+            let capabilities = &node.device.announce.capabilities;
+            let taken = placed_on(&node.device, used.clone());
+            let (slots, memory) = taken.fold((0, 0), |(slots, memory), (placement, node)| {
+                (slots + u64::from(placement.slots), memory + node.memory_bytes)
+            });
+            let slots_free = u64::from(capabilities.slots).saturating_sub(slots);
+            let slot_bytes = order.stages(node.children) as u64 * u64::from(chunk);
+            let memory_free = capabilities.slot_memory_bytes.saturating_sub(memory);
+            let fits = |window: u64| {
+                let slots = 2 * shard.most_within(window);
+                slots <= slots_free && slots * slot_bytes <= memory_free
+            };
+            while window > 0 && !fits(window) {
+                window /= 2;
+            }
+            if window == 0 {
+                return Err(format!(
+                    "device {} has {slots_free} slots and {memory_free} bytes of slot memory free, too little for a \
+                     window of one chunk of {chunk} bytes from {} children",
+                    node.device.name(),
+                    node.children
+                ));
+            }
+        }
+        self.window_max = window as u16;
+        self.slots = (2 * shard.most_within(window)) as u16;
+        self.chunk_len_bytes = chunk as u16;
+        for node in &mut self.nodes {
+            node.memory_bytes = u64::from(self.slots) * order.stages(node.children) as u64 * u64::from(chunk);
+        }
+        Ok(())
+    }
+
+    /// Install the tree and create the group on every node, root first; where one refuses, nothing stays.
+    fn reserve(&self, config: &ControllerConfig, order: Order) -> Result<(), String> {
+        for (index, node) in self.nodes.iter().enumerate() {
+            let install = Request::InstallTree(self.tree_config(node));
+            let create = Request::CreateGroup(self.group_config(config, order, node));
+            let done = node.device.order(install).and_then(|()| node.device.order(create));
+            if let Err(error) = done {
+                self.release_first(index + 1);
+                return Err(format!("device {}: {error}", node.device.name()));
+            }
+        }
+        Ok(())
+    }
+
+    fn tree_config(&self, node: &PlacedNode) -> TreeConfig {
+        let parent = node.parent.map(|(parent, child)| NodeParent {
+            data_addrs: self.nodes[parent].device.announce.data_addrs.clone(),
+            child,
+        });
+        TreeConfig { tree: self.tree, parent, children: node.children }
+    }
+
+    fn group_config(&self, config: &ControllerConfig, order: Order, node: &PlacedNode) -> GroupConfig {
+        let key =
+            |(parent, child): (usize, ChildIndex)| self.nodes[parent].secret.child_key(self.group, self.epoch, child);
+        GroupConfig {
+            group: self.group,
+            tree: self.tree,
+            epoch: self.epoch,
+            order,
+            secret: node.secret,
+            parent_key: node.parent.map_or(0, key),
+            window_max: self.window_max,
+            slots: self.slots,
+            chunk_len_bytes: self.chunk_len_bytes,
+            lease_ms: u32::try_from(config.lease.as_millis()).unwrap_or(u32::MAX),
+            timers: config.timers.into(),
+        }
+    }
+
+    /// Tell a rank its place.
+    pub(super) fn membership(&self, config: &ControllerConfig, rank: Rank) -> TreeMembership {
+        let (leaf, child) = self.ranks[rank.0 as usize];
+        let node = &self.nodes[leaf];
+        let announce = &node.device.announce;
+        let packet = u32::from(self.chunk_len_bytes) + HEADER_LEN as u32;
+        let start = announce.capabilities.receive_buffer_bytes / (u32::from(node.children) * packet);
+        let all = self.nodes.iter().map(|node| &node.device.announce.capabilities);
+        let facts = TreeFacts {
+            levels: self.levels,
+            max_children: self.max_children,
+            aligned: self.aligned,
+            dtypes: all.clone().fold(u32::MAX, |mask, device| mask & device.dtypes),
+            ops: all.clone().fold(u32::MAX, |mask, device| mask & device.ops),
+            collectives: all.fold(u32::MAX, |mask, device| mask & device.collectives),
+        };
+        TreeMembership {
+            group: self.group,
+            epoch: self.epoch,
+            leaf: node.device.name().to_owned(),
+            child,
+            key: node.secret.child_key(self.group, self.epoch, child),
+            parents: announce.data_addrs.iter().copied().collect(),
+            window_max: self.window_max,
+            window_start: start.clamp(1, u32::from(self.window_max)) as u16,
+            chunk_len_bytes: self.chunk_len_bytes,
+            timers: config.timers.into(),
+            facts,
+        }
+    }
+
+    /// Free the group and its tree on every node.
+    pub(super) fn release(&self) {
+        self.release_first(self.nodes.len());
+    }
+
+    fn release_first(&self, count: usize) {
+        for node in &self.nodes[..count] {
+            for request in [Request::ReleaseGroup(self.group), Request::RemoveTree(self.tree)] {
+                if let Err(error) = node.device.order(request) {
+                    // A device that is gone frees by itself: it restarted, or the lease runs out.
+                    tracing::debug!(device = node.device.name(), group = %self.group, %error, "not released");
+                }
+            }
+        }
+    }
+}
+
+fn random_bytes<const N: usize>() -> [u8; N] {
+    let mut bytes = [0; N];
+    let filled = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+    assert_eq!(filled, Ok(N), "the system gives randomness once it has booted");
+    bytes
+}
+
+pub(super) fn random_u64() -> u64 {
+    u64::from_le_bytes(random_bytes())
+}

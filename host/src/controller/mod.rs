@@ -1,0 +1,312 @@
+//! The aggregation manager: knows fabric and devices, admits jobs, plans their trees, creates, renews and releases
+//! their groups, and hands out the cost table.
+//!
+//! ```text
+//!   device --- Greeting::Device ---> +------------+ <--- Greeting::Client --- rank
+//!          <-- Request            -- | controller | --- Join ->
+//!          --- Response           -> +------------+ <-- Joined (group, key, leaf, table)
+//! ```
+//!
+//! A job begins when all its ranks have joined: they get a tree, or the reason why there is none and the schedules
+//! remain. It ends when its last rank has left or died; a death is told to the other ranks at once. Groups are
+//! reserved on all nodes of a tree or on none.
+//!
+//! Control plane only: a thread a connection, one lock over the state. No packet of an operation passes here, and
+//! running operations do not need the controller.
+//!
+//! It listens on loopback only, as nothing is authenticated yet (PROTOCOL 10).
+
+mod admit;
+mod client;
+mod device;
+pub mod proto;
+mod state;
+
+pub use client::{ClientError, Session, status};
+
+use crate::choice::CostTable;
+use crate::topo::Fabric;
+use device::DeviceSession;
+use proto::{ClientReply, ClientRequest};
+use state::{Client, State};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+use sumac_hal::ctrl::{FrameReader, Greeting, StreamError};
+use sumac_hal::uplink::{HopTimers, MAX_WINDOW};
+use thiserror::Error;
+
+/// How to set up a controller.
+#[derive(Debug, Clone)]
+pub struct ControllerConfig {
+    /// Where to listen; loopback only. Port 0: any free one.
+    pub listen: SocketAddr,
+    /// The fabric. `None`: every device is a switch that every host hangs on, and jobs get one-level trees.
+    pub fabric: Option<Fabric>,
+    /// The constants of the choice.
+    pub table: CostTable,
+    /// The most chunks that a rank may have in flight.
+    pub window_max: u16,
+    /// The longest payload of a packet in bytes, where the ports would carry more.
+    pub chunk_max_bytes: u16,
+    /// How long a group lives without a packet or a renewal.
+    pub lease: Duration,
+    /// The timers of the hops.
+    pub timers: HopTimers,
+}
+
+impl ControllerConfig {
+    /// Describe a controller without a fabric on any free loopback port.
+    pub fn new() -> Self {
+        Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+            fabric: None,
+            table: CostTable::EMULATED,
+            window_max: 64,
+            chunk_max_bytes: 16 * 1024,
+            lease: Duration::from_secs(30),
+            timers: HopTimers::DEFAULT,
+        }
+    }
+}
+
+impl Default for ControllerConfig {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Why a controller can't start.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ControllerError {
+    /// Reachable from elsewhere.
+    #[error("{0} is not a loopback address; control ports are not authenticated yet and listen on loopback only")]
+    NotLoopback(SocketAddr),
+    /// A value out of range.
+    #[error("{what} is {value}; it must be {limit}")]
+    Config {
+        /// Which.
+        what: &'static str,
+        /// Its value.
+        value: u64,
+        /// What it may be.
+        limit: &'static str,
+    },
+    /// The address can't be listened on.
+    #[error("listen on {addr}: {source}")]
+    Listen {
+        /// The address.
+        addr: SocketAddr,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The system would not start a thread.
+    #[error("start a thread: {0}")]
+    Thread(std::io::Error),
+}
+
+/// A running controller. Dropping it ends it; groups are released.
+#[derive(Debug)]
+pub struct Controller {
+    addr: SocketAddr,
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// What the controller's threads share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    config: ControllerConfig,
+    state: Mutex<State>,
+    stopping: AtomicBool,
+    /// Wakes the renewal thread when the controller stops.
+    stopped: std::sync::Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A panic under the lock is a bug; the others go on with what is consistent by construction: each change
+        // of the state is one insertion or removal.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn stopping(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
+    }
+}
+
+impl Controller {
+    /// Listen, and serve in threads of its own.
+    ///
+    /// # Errors
+    /// [`ControllerError`]; nothing is left running.
+    pub fn start(config: ControllerConfig) -> Result<Self, ControllerError> {
+        check(&config)?;
+        let listen = |source| ControllerError::Listen { addr: config.listen, source };
+        let listener = TcpListener::bind(config.listen).map_err(listen)?;
+        let addr = listener.local_addr().map_err(listen)?;
+        let shared = Arc::new(Shared {
+            state: Mutex::new(State::new()),
+            config,
+            stopping: AtomicBool::new(false),
+            stopped: std::sync::Condvar::new(),
+        });
+        let mut controller = Self { addr, shared: Arc::clone(&shared), threads: Vec::new() };
+        let accept = Arc::clone(&shared);
+        controller.spawn("accept", move || accept_all(&accept, &listener))?;
+        controller.spawn("renew", move || renew(&shared))?;
+        Ok(controller)
+    }
+
+    fn spawn(&mut self, name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), ControllerError> {
+        let thread = std::thread::Builder::new().name(name.into()).spawn(run).map_err(ControllerError::Thread)?;
+        self.threads.push(thread);
+        Ok(())
+    }
+
+    /// Return where it listens.
+    pub const fn local_addr(&self) -> SocketAddr {
+        self.addr
+    }
+
+    /// Serve until the process ends.
+    pub fn serve(mut self) {
+        for thread in self.threads.drain(..) {
+            // A thread that panicked has said so on its way.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Controller {
+    fn drop(&mut self) {
+        {
+            let mut state = self.shared.lock();
+            self.shared.stopping.store(true, Ordering::Release);
+            state.release_all();
+            self.shared.stopped.notify_all();
+        }
+        // Wakes the accepting thread; if it can't be reached it has ended already.
+        let _ = TcpStream::connect(self.addr);
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn check(config: &ControllerConfig) -> Result<(), ControllerError> {
+    if !config.listen.ip().is_loopback() {
+        return Err(ControllerError::NotLoopback(config.listen));
+    }
+    let range = |what, value: u64, ok, limit| {
+        if ok { Ok(()) } else { Err(ControllerError::Config { what, value, limit }) }
+    };
+    let window = u64::from(config.window_max);
+    range("window_max", window, (1..=MAX_WINDOW).contains(&window), "1 to 256")?;
+    let chunk = u64::from(config.chunk_max_bytes);
+    range("chunk_max_bytes", chunk, chunk >= 64, "at least 64")?;
+    let lease = config.lease.as_millis() as u64;
+    range("lease in ms", lease, (1000..u64::from(u32::MAX)).contains(&lease), "at least 1000")
+}
+
+fn accept_all(shared: &Arc<Shared>, listener: &TcpListener) {
+    for stream in listener.incoming() {
+        if shared.stopping() {
+            return;
+        }
+        let Ok(stream) = stream else { continue };
+        let shared = Arc::clone(shared);
+        let serve = move || {
+            let peer = stream.peer_addr();
+            if let Err(error) = serve_connection(&shared, stream) {
+                tracing::debug!(?peer, %error, "connection ended");
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("connection".into()).spawn(serve) {
+            tracing::error!(%error, "no thread for a connection; it is dropped");
+        }
+    }
+}
+
+/// Find out who dials, and serve it to its end.
+fn serve_connection(shared: &Shared, stream: TcpStream) -> Result<(), StreamError> {
+    stream.set_nodelay(true)?;
+    // A stranger that says nothing does not hold a thread for ever.
+    stream.set_read_timeout(Some(GREETING_TIMEOUT))?;
+    let mut reader = FrameReader::new(stream.try_clone()?);
+    let greeting: Greeting = reader.recv()?;
+    stream.set_read_timeout(None)?;
+    match greeting {
+        Greeting::Device(announce) => {
+            let session = Arc::new(DeviceSession::new(announce, stream)?);
+            if !shared.lock().add_device(&session) {
+                tracing::warn!(device = session.name(), "refused: a device of that name is connected");
+                return Ok(());
+            }
+            tracing::info!(device = session.name(), boot_id = session.announce.boot_id.0, "device connected");
+            // Welcomes it: the device knows then that it is registered.
+            let welcome = session.hello();
+            let ended = welcome.and_then(|()| session.read_responses(&mut reader));
+            shared.lock().remove_device(&session);
+            tracing::info!(device = session.name(), "device gone");
+            ended
+        }
+        _ => serve_client(shared, &mut reader, stream),
+    }
+}
+
+fn serve_client(shared: &Shared, reader: &mut FrameReader<TcpStream>, stream: TcpStream) -> Result<(), StreamError> {
+    let client = Arc::new(Client::new(stream));
+    let mut place = None;
+    let ended = loop {
+        match reader.recv() {
+            Ok(ClientRequest::Join(request)) => {
+                let joined = shared.lock().join(&shared.config, request, &client);
+                match joined {
+                    Ok(joined) => place = Some(joined),
+                    Err(refusal) => client.send(&ClientReply::Refused(refusal)),
+                }
+            }
+            Ok(ClientRequest::Leave) => {
+                if let Some((job, rank)) = place.take() {
+                    shared.lock().depart(&job, rank, &client, true);
+                }
+                client.send(&ClientReply::Left);
+            }
+            Ok(ClientRequest::Status) => {
+                let report = shared.lock().report(&shared.config);
+                client.send(&ClientReply::Status(report));
+            }
+            Err(StreamError::Closed) => break Ok(()),
+            Err(error) => break Err(error),
+        }
+    };
+    if let Some((job, rank)) = place {
+        shared.lock().depart(&job, rank, &client, false);
+    }
+    ended
+}
+
+/// Extend the leases of all running jobs, a third of the lease apart.
+fn renew(shared: &Shared) {
+    let mut state = shared.lock();
+    while !shared.stopping() {
+        let waited = shared.stopped.wait_timeout(state, shared.config.lease / 3);
+        state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        if !shared.stopping() {
+            state.renew_all();
+        }
+    }
+}
+
+/// End a connection from the side of its writer, which ends its reader too.
+fn hang_up(stream: &TcpStream) {
+    // Fails only if the peer was faster.
+    let _ = stream.shutdown(Shutdown::Both);
+}
+
+/// How long a connection may take to say who it is.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(10);

@@ -1,0 +1,209 @@
+//! What ranks and a controller say to each other, in the frames of [`sumac_hal::ctrl`].
+
+use crate::choice::{CostTable, TreeFacts};
+use serde::{Deserialize, Serialize};
+use std::net::SocketAddr;
+use sumac_hal::ctrl::{DeviceCapabilities, Order, Stats, TimersConfig};
+use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank};
+use sumac_hal::port::Addr;
+use thiserror::Error;
+
+/// What a client asks.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum ClientRequest {
+    /// Take part in a job; answered when all its ranks have asked.
+    Join(JoinRequest),
+    /// Done with the job. A connection that ends without it is a death.
+    Leave,
+    /// Report devices and jobs.
+    Status,
+}
+
+/// One rank of a job.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct JoinRequest {
+    /// The job's name: ranks with the same name meet.
+    pub job: String,
+    /// Which rank.
+    pub rank: Rank,
+    /// Of how many.
+    pub world: u32,
+    /// Its host in the fabric; `None`: the hosts in natural name order.
+    pub host: Option<String>,
+    /// The declared order; the same at all ranks.
+    pub order: Order,
+    /// Where its schedules' connections are accepted.
+    pub mesh_addr: SocketAddr,
+    /// The longest packet of its data port in bytes.
+    pub max_packet_len_bytes: u32,
+}
+
+/// What a controller answers, or says by itself.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum ClientReply {
+    /// To Join: the job is complete.
+    Joined(Box<Membership>),
+    /// To Join: it can't be.
+    Refused(JoinRefusal),
+    /// To Leave.
+    Left,
+    /// To Status.
+    Status(StatusReport),
+    /// By itself: a rank of the job is gone without leaving.
+    RankLost(Rank),
+}
+
+/// Why a rank can't join.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
+#[non_exhaustive]
+pub enum JoinRefusal {
+    /// Not a rank of the world.
+    #[error("{rank} of {world}: ranks are numbered from 0, and there is at least one")]
+    Rank {
+        /// The rank.
+        rank: Rank,
+        /// The world's size.
+        world: u32,
+    },
+    /// The rank is there already.
+    #[error("{rank} of job {job:?} is there already")]
+    Taken {
+        /// The rank.
+        rank: Rank,
+        /// The job.
+        job: String,
+    },
+    /// Ranks disagree on what the job is.
+    #[error("ranks of job {job:?} disagree on {what}: {first} here, {other} at {rank}")]
+    Disagree {
+        /// The job.
+        job: String,
+        /// What they disagree on.
+        what: String,
+        /// The first rank's.
+        first: String,
+        /// The other's.
+        other: String,
+        /// The other.
+        rank: Rank,
+    },
+    /// A job of that name runs.
+    #[error("job {job:?} is running; take another name")]
+    Running {
+        /// The job.
+        job: String,
+    },
+    /// A rank died before the job was complete.
+    #[error("{rank} of job {job:?} is gone before the job was complete")]
+    Gone {
+        /// The rank.
+        rank: Rank,
+        /// The job.
+        job: String,
+    },
+}
+
+/// A rank's place in a complete job.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Membership {
+    /// Its place in the tree, or why there is no tree.
+    pub tree: Result<TreeMembership, String>,
+    /// Where each rank's schedules' connections are accepted, in order of rank.
+    pub mesh: Vec<SocketAddr>,
+    /// What those connections say first.
+    pub mesh_token: u64,
+    /// The cost table.
+    pub table: CostTable,
+}
+
+/// A rank's place in its tree.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TreeMembership {
+    /// The group.
+    pub group: GroupId,
+    /// Its epoch.
+    pub epoch: Epoch,
+    /// The rank's leaf, by name.
+    pub leaf: String,
+    /// Which child of the leaf it is.
+    pub child: ChildIndex,
+    /// The key of that link.
+    pub key: u64,
+    /// Where the leaf's shards receive.
+    pub parents: Vec<Addr>,
+    /// The most contributions in flight.
+    pub window_max: u16,
+    /// How many to begin with.
+    pub window_start: u16,
+    /// The payload limit in bytes.
+    pub chunk_len_bytes: u16,
+    /// The timers of the hop.
+    pub timers: TimersConfig,
+    /// What the choice of a path needs.
+    pub facts: TreeFacts,
+}
+
+/// The state of the controller's world.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StatusReport {
+    /// Switches, hosts and aggregation nodes of the fabric, if one was given.
+    pub fabric: Option<FabricStatus>,
+    /// The devices that are connected, by name.
+    pub devices: Vec<DeviceStatus>,
+    /// The jobs, by name.
+    pub jobs: Vec<JobStatus>,
+}
+
+/// The size of a fabric.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FabricStatus {
+    /// Switches.
+    pub switches: u32,
+    /// Hosts.
+    pub hosts: u32,
+    /// Aggregation nodes.
+    pub aggregation_nodes: u32,
+}
+
+/// One device.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DeviceStatus {
+    /// Its name.
+    pub name: String,
+    /// Whether the fabric has an aggregation node of that name.
+    pub in_fabric: bool,
+    /// Where it receives packets.
+    pub data_addrs: Vec<Addr>,
+    /// What it can do.
+    pub capabilities: DeviceCapabilities,
+    /// What it says of itself, or why it does not.
+    pub stats: Result<Stats, String>,
+}
+
+/// One job.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct JobStatus {
+    /// Its name.
+    pub name: String,
+    /// Ranks that are there.
+    pub joined: u32,
+    /// Ranks that it has.
+    pub world: u32,
+    /// Whether it is complete.
+    pub running: bool,
+    /// The group and its devices, root first, or why there is none; `None` before the job is complete.
+    pub tree: Option<Result<JobTree, String>>,
+}
+
+/// A job's tree.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobTree {
+    /// The group.
+    pub group: GroupId,
+    /// Node levels.
+    pub levels: u32,
+    /// The devices, root first.
+    pub devices: Vec<String>,
+}

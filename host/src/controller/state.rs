@@ -1,0 +1,250 @@
+//! Devices and jobs, and what happens to them.
+
+use super::ControllerConfig;
+use super::admit::{Placement, admit};
+use super::device::DeviceSession;
+use super::hang_up;
+use super::proto::{
+    ClientReply, DeviceStatus, FabricStatus, JobStatus, JobTree, JoinRefusal, JoinRequest, Membership, StatusReport,
+};
+use std::collections::BTreeMap;
+use std::net::TcpStream;
+use std::sync::{Arc, Mutex, PoisonError};
+use sumac_hal::ctrl::{Request, send};
+use sumac_hal::ids::{Epoch, GroupId, Rank, TreeId};
+
+/// A connected client, as somebody to tell something.
+#[derive(Debug)]
+pub(super) struct Client {
+    stream: Mutex<TcpStream>,
+}
+
+impl Client {
+    pub(super) fn new(stream: TcpStream) -> Self {
+        Self { stream: Mutex::new(stream) }
+    }
+
+    /// Tell it; a client that can't be told is hung up on, which its reader notices.
+    pub(super) fn send(&self, reply: &ClientReply) {
+        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(error) = send(&mut *stream, reply) {
+            tracing::debug!(%error, "client can't be told");
+            hang_up(&stream);
+        }
+    }
+}
+
+/// One rank of a job.
+#[derive(Debug)]
+struct Member {
+    request: JoinRequest,
+    client: Arc<Client>,
+}
+
+#[derive(Debug)]
+struct Job {
+    world: u32,
+    members: BTreeMap<Rank, Member>,
+    /// `None` before the job is complete.
+    placement: Option<Result<Placement, String>>,
+}
+
+/// Devices and jobs.
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) devices: BTreeMap<String, Arc<DeviceSession>>,
+    jobs: BTreeMap<String, Job>,
+    /// This controller's term: a later controller's is higher, so that its epochs are too.
+    term: u16,
+    next_group: u32,
+}
+
+impl State {
+    pub(super) fn new() -> Self {
+        Self { devices: BTreeMap::new(), jobs: BTreeMap::new(), term: 1, next_group: 1 }
+    }
+
+    /// Take in a device; false if one of that name is there.
+    pub(super) fn add_device(&mut self, session: &Arc<DeviceSession>) -> bool {
+        let name = session.name().to_owned();
+        if self.devices.contains_key(&name) {
+            return false;
+        }
+        self.devices.insert(name, Arc::clone(session));
+        true
+    }
+
+    pub(super) fn remove_device(&mut self, session: &Arc<DeviceSession>) {
+        if self.devices.get(session.name()).is_some_and(|known| Arc::ptr_eq(known, session)) {
+            self.devices.remove(session.name());
+        }
+    }
+
+    /// Take in a rank; the job begins if it was the last one missing. Returns what [`State::depart`] wants.
+    pub(super) fn join(
+        &mut self,
+        config: &ControllerConfig,
+        request: JoinRequest,
+        client: &Arc<Client>,
+    ) -> Result<(String, Rank), JoinRefusal> {
+        let (name, rank, world) = (request.job.clone(), request.rank, request.world);
+        if rank.0 >= world {
+            return Err(JoinRefusal::Rank { rank, world });
+        }
+        let job =
+            self.jobs.entry(name.clone()).or_insert_with(|| Job { world, members: BTreeMap::new(), placement: None });
+        if job.placement.is_some() {
+            return Err(JoinRefusal::Running { job: name });
+        }
+        if job.members.contains_key(&rank) {
+            return Err(JoinRefusal::Taken { rank, job: name });
+        }
+        if let Some(member) = job.members.values().next() {
+            agree(&name, &request, &member.request)?;
+        }
+        job.members.insert(rank, Member { request, client: Arc::clone(client) });
+        if job.members.len() == world as usize {
+            self.begin(config, &name);
+        }
+        Ok((name, rank))
+    }
+
+    /// All ranks are there: place the job and tell them.
+    fn begin(&mut self, config: &ControllerConfig, name: &str) {
+        let Some(job) = self.jobs.get(name) else { return };
+        let requests: Vec<&JoinRequest> = job.members.values().map(|member| &member.request).collect();
+        let mesh: Vec<_> = requests.iter().map(|request| request.mesh_addr).collect();
+        let group = GroupId(self.next_group);
+        let tree = TreeId(self.next_group);
+        let epoch = Epoch { term: self.term, counter: 1 };
+        let used = self.jobs.values().filter_map(|job| job.placement.as_ref()?.as_ref().ok());
+        let placed = admit(config, &self.devices, used, &requests, (group, tree, epoch));
+        match &placed {
+            Ok(placement) => {
+                let devices: Vec<&str> = placement.nodes.iter().map(|node| node.device.name()).collect();
+                tracing::info!(job = name, %group, levels = placement.levels, ?devices, "job begins");
+            }
+            Err(why) => tracing::warn!(job = name, %why, "job begins without a tree"),
+        }
+        self.next_group += 1;
+        let mesh_token = super::admit::random_u64();
+        let Some(job) = self.jobs.get_mut(name) else { return };
+        for (rank, member) in &job.members {
+            let tree = match &placed {
+                Ok(placement) => Ok(placement.membership(config, *rank)),
+                Err(why) => Err(why.clone()),
+            };
+            let membership = Membership { tree, mesh: mesh.clone(), mesh_token, table: config.table };
+            member.client.send(&ClientReply::Joined(Box::new(membership)));
+        }
+        job.placement = Some(placed);
+    }
+
+    /// A rank has left, or, unless `clean`, died; the job ends with its last rank.
+    pub(super) fn depart(&mut self, name: &str, rank: Rank, client: &Arc<Client>, clean: bool) {
+        let Some(job) = self.jobs.get_mut(name) else { return };
+        let mine = job.members.get(&rank).is_some_and(|member| Arc::ptr_eq(&member.client, client));
+        if !mine {
+            return;
+        }
+        job.members.remove(&rank);
+        if job.placement.is_none() {
+            // An incomplete job can't be completed by others waiting for somebody who may not come back.
+            for member in job.members.values() {
+                let gone = JoinRefusal::Gone { rank, job: name.to_owned() };
+                member.client.send(&ClientReply::Refused(gone));
+            }
+            self.jobs.remove(name);
+            return;
+        }
+        if !clean {
+            tracing::warn!(job = name, %rank, "rank is lost");
+            job.members.values().for_each(|member| member.client.send(&ClientReply::RankLost(rank)));
+        }
+        if job.members.is_empty()
+            && let Some(job) = self.jobs.remove(name)
+        {
+            tracing::info!(job = name, "job ends");
+            if let Some(Ok(placement)) = job.placement {
+                placement.release();
+            }
+        }
+    }
+
+    /// Renew the leases of all running jobs.
+    pub(super) fn renew_all(&mut self) {
+        for (name, job) in &self.jobs {
+            let Some(Ok(placement)) = &job.placement else { continue };
+            for node in &placement.nodes {
+                if let Err(error) = node.device.order(Request::RenewGroup(placement.group)) {
+                    tracing::warn!(job = name, device = node.device.name(), %error, "lease not renewed");
+                }
+            }
+        }
+    }
+
+    /// Release everything: the controller ends.
+    pub(super) fn release_all(&mut self) {
+        for job in std::mem::take(&mut self.jobs).into_values() {
+            if let Some(Ok(placement)) = job.placement {
+                placement.release();
+            }
+        }
+    }
+
+    pub(super) fn report(&self, config: &ControllerConfig) -> StatusReport {
+        let fabric = config.fabric.as_ref();
+        let device = |session: &Arc<DeviceSession>| DeviceStatus {
+            name: session.name().to_owned(),
+            in_fabric: fabric.is_none_or(|fabric| fabric.find_switch(session.name()).is_some()),
+            data_addrs: session.announce.data_addrs.iter().copied().collect(),
+            capabilities: session.announce.capabilities,
+            stats: session.stats().map_err(|error| error.to_string()),
+        };
+        let job = |(name, job): (&String, &Job)| JobStatus {
+            name: name.clone(),
+            joined: job.members.len() as u32,
+            world: job.world,
+            running: job.placement.is_some(),
+            tree: job.placement.as_ref().map(|placement| {
+                placement.as_ref().map_err(Clone::clone).map(|placement| JobTree {
+                    group: placement.group,
+                    levels: placement.levels,
+                    devices: placement.nodes.iter().map(|node| node.device.name().to_owned()).collect(),
+                })
+            }),
+        };
+        StatusReport {
+            fabric: fabric.map(|fabric| FabricStatus {
+                switches: fabric.switches().len() as u32,
+                hosts: fabric.hosts().len() as u32,
+                aggregation_nodes: fabric.switches().iter().filter(|switch| switch.aggregation.is_some()).count()
+                    as u32,
+            }),
+            devices: self.devices.values().map(device).collect(),
+            jobs: self.jobs.iter().map(job).collect(),
+        }
+    }
+}
+
+/// Check that two ranks mean the same job.
+fn agree(job: &str, request: &JoinRequest, first: &JoinRequest) -> Result<(), JoinRefusal> {
+    let disagree = |what: &str, mine: String, theirs: String| JoinRefusal::Disagree {
+        job: job.to_owned(),
+        what: what.to_owned(),
+        first: mine,
+        other: theirs,
+        rank: first.rank,
+    };
+    if request.world != first.world {
+        return Err(disagree("the number of ranks", request.world.to_string(), first.world.to_string()));
+    }
+    if request.order != first.order {
+        return Err(disagree("the order", format!("{:?}", request.order), format!("{:?}", first.order)));
+    }
+    if request.host.is_some() != first.host.is_some() {
+        let named = |host: &Option<String>| host.clone().unwrap_or_else(|| "none".into());
+        return Err(disagree("whether hosts are named", named(&request.host), named(&first.host)));
+    }
+    Ok(())
+}
