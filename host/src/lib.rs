@@ -1,3 +1,4 @@
 //! The host's side of Sumac.
 
 pub mod coll;
+pub mod exec;
