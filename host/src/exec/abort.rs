@@ -1,7 +1,7 @@
 //! Telling all ranks that an operation has failed.
 //!
 //! The rank that finds an error tells every rank: those it is connected to over their connection, the others by a
-//! courier (a connection that carries one abort). Ranks that are told pass it on to those they are connected to.
+//! courier (a connection that carries one frame). Ranks that are told pass it on to those they are connected to.
 //!
 //! Invariant: a peer that is in the middle of a frame gets the rest of it, the true bytes, before the abort: it may
 //! be the last thing that its own result needs.
@@ -29,6 +29,11 @@ impl Run<'_> {
     pub(super) fn abort(&mut self, failure: &Failure) {
         let (Failure::Found(error) | Failure::Told(error)) = failure;
         let frame = AbortFrame::new(self.call, error);
+        // Who is at the door is told here, instead of finding it closed.
+        let _ = self.mesh.accept();
+        for index in (0..self.mesh.pending.len()).rev() {
+            self.mesh.greet(index);
+        }
         let mut tellings = self.tellings(matches!(failure, Failure::Found(_)), &frame);
         let until = Instant::now() + GRACE;
         loop {
@@ -58,14 +63,16 @@ impl Run<'_> {
             let hello = self.mesh.hello(HelloKind::Courier, peer).emit();
             let telling = Telling { peer, courier: None, hello, hello_left: 0, abort_left: frame.bytes().len() };
             match link.state {
-                State::Ready(_) => tellings.push(telling),
-                State::Idle | State::Connecting(_) | State::Greeting(_) if couriers && peer != self.mesh.rank() => {
+                // The peer reads frames once it has read our hello.
+                State::Ready(_) | State::Greeting(_) => tellings.push(telling),
+                State::Connecting(_) => tellings.push(Telling { hello_left: HELLO_BYTES, ..telling }),
+                State::Idle if couriers && peer != self.mesh.rank() => {
                     // A rank that can't be reached is not there to be told.
                     if let Ok(stream) = self.mesh.connecting(peer) {
                         tellings.push(Telling { courier: Some(stream), hello_left: HELLO_BYTES, ..telling });
                     }
                 }
-                _ => {}
+                State::Idle | State::Ended => {}
             }
         }
         tellings
@@ -107,6 +114,10 @@ impl Run<'_> {
     fn finish_frame(&mut self, peer: Rank) -> Moved {
         let mesh = &mut *self.mesh;
         let link = &mut mesh.links[peer.0 as usize];
+        match link.flush_want() {
+            Moved::Bytes(_) => {}
+            other => return other,
+        }
         while !link.tx.is_between_frames() {
             let sends = self.step.sends;
             let slot = (0..sends.len()).find(|&slot| sends[slot].peer == peer && is_next(sends, &mesh.sends, slot));
@@ -123,7 +134,7 @@ impl Run<'_> {
 
 impl Telling {
     fn stream<'a>(&'a self, links: &'a [Link]) -> Option<&'a TcpStream> {
-        self.courier.as_ref().or_else(|| links[self.peer.0 as usize].ready())
+        self.courier.as_ref().or_else(|| links[self.peer.0 as usize].stream())
     }
 }
 

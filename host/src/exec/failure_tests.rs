@@ -42,7 +42,7 @@ fn different_calls_are_a_mismatch_at_every_rank() {
         ("collective", |mesh| barrier(mesh, 0, &mut NoInterrupt)),
     ];
     for ranks in [2, 4, 5] {
-        for odd in [Rank(0), Rank(ranks - 1)] {
+        for odd in (0..ranks).map(Rank) {
             for (what, odd_call) in odd_calls {
                 let mut meshes = meshes(ranks);
                 let results = on_ranks(&mut meshes, |mesh| {
@@ -86,7 +86,7 @@ fn a_rank_that_dies_in_any_step_is_named_and_nobody_gets_wrong_numbers() {
                         if mesh.place().rank() != dead {
                             let ctx = context(0, desc, path);
                             let result = execute(&mut mesh, &whole, kernel.as_ref(), &mut buf, &ctx, &mut NoInterrupt);
-                            return (mesh.place().rank(), result.map(|()| buf));
+                            return (mesh.place().rank(), result.map(|()| buf), Some(mesh));
                         }
                         let mut part = Schedule::new(mesh.place(), count);
                         whole.steps().take(last_words).for_each(|step| part.push(step.sends, step.recvs));
@@ -94,20 +94,35 @@ fn a_rank_that_dies_in_any_step_is_named_and_nobody_gets_wrong_numbers() {
                         // The mesh is dropped here, without a word to anybody.
                         let kernel = part.reduces().then_some(kernel).flatten();
                         let result = execute(&mut mesh, &part, kernel.as_ref(), &mut buf, &ctx, &mut NoInterrupt);
-                        (mesh.place().rank(), result.map(|()| Vec::new()))
+                        (mesh.place().rank(), result.map(|()| Vec::new()), None)
                     })
                 };
                 let threads: Vec<_> = meshes.into_iter().map(rank).collect();
                 threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
             });
             let lost = Err(ExecError::RankLost { rank: dead });
-            let survivors = || results.iter().filter(|(rank, _)| *rank != dead);
-            assert!(survivors().any(|(_, result)| *result == lost), "{} {last_words}: {results:?}", path.name());
+            let survivors = || results.iter().filter(|(.., mesh)| mesh.is_some());
+            assert!(survivors().any(|(_, result, _)| *result == lost), "{} {last_words}", path.name());
             let right = ranks.to_le_bytes().repeat(count);
-            for (rank, result) in survivors() {
-                assert!(*result == lost || *result == Ok(right.clone()), "{} {last_words}: {rank}", path.name());
+            for (rank, result, _) in survivors() {
+                let error = result.as_ref().err();
+                assert!(
+                    *result == lost || *result == Ok(right.clone()),
+                    "{} {last_words}: {rank} {error:?}",
+                    path.name()
+                );
             }
         }
+    }
+}
+
+#[test]
+fn a_rank_that_died_before_it_connected_is_named_too() {
+    for dead in [Rank(0), Rank(2)] {
+        let mut meshes = meshes(3);
+        meshes.remove(dead.0 as usize);
+        let results = on_ranks(&mut meshes, |mesh| barrier(mesh, 0, &mut NoInterrupt));
+        assert_eq!(results, [Err(ExecError::RankLost { rank: dead }), Err(ExecError::RankLost { rank: dead })]);
     }
 }
 

@@ -5,7 +5,7 @@
 //! | Hello | | Frame | |
 //! |---|---|---|---|
 //! | 0..4 | magic `SMCH` | 0..4 | magic `SMCF` |
-//! | 4..6 | version | 4..6 | kind: 1 data, 2 abort |
+//! | 4..6 | version | 4..6 | kind: 1 data, 2 abort, 3 want |
 //! | 6..8 | kind: 1 peer, 2 courier, 3 refusal | 6..8 | zero |
 //! | 8..16 | job token | 8..16 | operation index |
 //! | 16..20 | from rank | 16..20 | signature |
@@ -43,7 +43,7 @@ const FRAME_MAGIC: [u8; 4] = *b"SMCF";
 pub(super) enum HelloKind {
     /// Two ranks' one connection for frames.
     Peer,
-    /// It carries one abort frame, which follows at once, and is not answered.
+    /// It carries one abort or want frame, which follows at once, and is not answered.
     Courier,
     /// The answer to a hello that does not fit.
     Refusal(Refusal),
@@ -105,8 +105,12 @@ impl Hello {
 /// What a frame is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FrameKind {
+    /// A piece of a transfer.
     Data,
+    /// The end of the operation, and why.
     Abort,
+    /// No payload: "this is the operation in which I am waiting for you".
+    Want,
 }
 
 /// A frame's header.
@@ -123,6 +127,7 @@ impl Header {
         let kind: u16 = match self.kind {
             FrameKind::Data => 1,
             FrameKind::Abort => 2,
+            FrameKind::Want => 3,
         };
         let call = &self.call;
         let mut bytes = [0; HEADER_BYTES];
@@ -154,6 +159,7 @@ impl Header {
         let (kind, limit) = match u16_at(bytes, 4) {
             1 => (FrameKind::Data, FRAME_MAX_BYTES),
             2 => (FrameKind::Abort, ABORT_MAX_BYTES),
+            3 => (FrameKind::Want, 0),
             other => return Err(refuse("kind", other.into())),
         };
         let len_bytes = u32_at(bytes, 24) as usize;

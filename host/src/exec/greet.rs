@@ -3,7 +3,7 @@
 //! Invariants: nothing of a stranger gets past the hello; at most [`PENDING_MAX`] strangers wait at a time, the
 //! oldest makes room; an answer is never longer than what was said.
 
-use super::error::{ExecError, Refusal};
+use super::error::{Call, ExecError, Refusal};
 use super::frame::{
     ABORT_MAX_BYTES, AbortFrame, FrameKind, HEADER_BYTES, HELLO_BYTES, Header, Hello, HelloKind, VERSION,
 };
@@ -30,8 +30,10 @@ pub(super) enum Greeted {
     Joined,
     /// It was not a peer's.
     Dropped,
-    /// A courier brought this error.
+    /// A courier brought an error.
     Told(ExecError),
+    /// A courier says in which operation its rank waits for this one.
+    Wanted(Call),
 }
 
 impl Mesh {
@@ -67,10 +69,10 @@ impl Mesh {
             Err(Moved::WouldBlock) => return Greeted::Waiting,
             Err(_) | Ok(None) => Greeted::Dropped,
             Ok(Some(hello)) => match self.judge(&hello) {
-                Ok(HelloKind::Courier) => match self.pending[index].abort(hello.from) {
+                Ok(HelloKind::Courier) => match self.pending[index].message(hello.from) {
                     Err(Moved::WouldBlock) => return Greeted::Waiting,
-                    Err(_) | Ok(None) => Greeted::Dropped,
-                    Ok(Some(error)) => Greeted::Told(error),
+                    Err(_) => Greeted::Dropped,
+                    Ok(message) => message,
                 },
                 Ok(_) => return self.join(index, hello.from),
                 Err(reason) => {
@@ -124,16 +126,19 @@ impl Pending {
         Ok(Hello::parse(&std::array::from_fn(|index| self.bytes[index])))
     }
 
-    /// Return the error that a courier brings, once it is here, `None` if it is none.
-    fn abort(&mut self, from: Rank) -> Result<Option<ExecError>, Moved> {
+    /// Return what a courier brings, once it is here.
+    fn message(&mut self, from: Rank) -> Result<Greeted, Moved> {
         const BODY: usize = HELLO_BYTES + HEADER_BYTES;
         self.fill(BODY)?;
         let bytes = std::array::from_fn(|index| self.bytes[HELLO_BYTES + index]);
-        let Ok(Header { kind: FrameKind::Abort, len_bytes, .. }) = Header::parse(from, &bytes) else {
-            return Ok(None);
-        };
-        self.fill(BODY + len_bytes)?;
-        Ok(Some(AbortFrame::parse(from, &self.bytes[BODY..BODY + len_bytes])))
+        match Header::parse(from, &bytes) {
+            Ok(Header { kind: FrameKind::Want, call, .. }) => Ok(Greeted::Wanted(call)),
+            Ok(Header { kind: FrameKind::Abort, len_bytes, .. }) => {
+                self.fill(BODY + len_bytes)?;
+                Ok(Greeted::Told(AbortFrame::parse(from, &self.bytes[BODY..BODY + len_bytes])))
+            }
+            _ => Ok(Greeted::Dropped),
+        }
     }
 
     /// Receive up to byte `end`, which is within the longest that a courier says.

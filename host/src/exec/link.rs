@@ -76,11 +76,15 @@ pub(super) struct Tx {
     pub(super) left_bytes: usize,
     /// The number of transfers sent in this operation.
     pub(super) turn: u32,
+    /// Whether the peer can see from a frame which operation this rank is in.
+    pub(super) announced: bool,
+    /// Whether `header` is a want, to which no transfer belongs.
+    is_want: bool,
 }
 
 impl Default for Tx {
     fn default() -> Self {
-        Self { header: [0; HEADER_BYTES], header_left: 0, left_bytes: 0, turn: 0 }
+        Self { header: [0; HEADER_BYTES], header_left: 0, left_bytes: 0, turn: 0, announced: false, is_want: false }
     }
 }
 
@@ -96,18 +100,7 @@ pub(super) enum Moved {
 impl Link {
     /// Return the socket, while there is one.
     pub(super) const fn stream(&self) -> Option<&TcpStream> {
-        match &self.state {
-            State::Idle | State::Ended => None,
-            State::Connecting(stream) | State::Greeting(stream) | State::Ready(stream) => Some(stream),
-        }
-    }
-
-    /// Return the socket if frames flow.
-    pub(super) const fn ready(&self) -> Option<&TcpStream> {
-        match &self.state {
-            State::Ready(stream) => Some(stream),
-            _ => None,
-        }
+        stream_of(&self.state)
     }
 
     /// Fill the first `len` bytes of the header buffer; `Bytes` means that they are complete.
@@ -137,13 +130,15 @@ impl Link {
     /// Send as much of `rest`, what is left of a transfer, as the socket takes: payload bytes, `WouldBlock` or
     /// `Ended`. `Bytes(0)` means that only a header went out.
     pub(super) fn write_transfer(&mut self, call: &Call, rest: &[u8]) -> Moved {
+        match self.flush_want() {
+            Moved::Bytes(_) => {}
+            other => return other,
+        }
         let Some(stream) = stream_of(&self.state) else { return Moved::Ended };
         let tx = &mut self.tx;
         if tx.is_between_frames() {
             tx.left_bytes = rest.len().min(FRAME_MAX_BYTES);
-            let header = Header { kind: FrameKind::Data, call: *call, step: tx.turn, len_bytes: tx.left_bytes };
-            tx.header = header.emit();
-            tx.header_left = HEADER_BYTES;
+            tx.begin(FrameKind::Data, call);
         }
         let header = &tx.header[HEADER_BYTES - tx.header_left..];
         match write(stream, header, &rest[..tx.left_bytes]) {
@@ -155,6 +150,31 @@ impl Link {
             }
             other => other,
         }
+    }
+
+    /// Tell the peer in which operation this rank waits for it, unless a frame of the operation has.
+    ///
+    /// What the socket does not take goes out with the next call, or before the next frame.
+    pub(super) fn write_want(&mut self, call: &Call) -> Moved {
+        let moved = self.flush_want();
+        if self.tx.announced || !matches!(moved, Moved::Bytes(_)) {
+            return moved;
+        }
+        self.tx.begin(FrameKind::Want, call);
+        self.flush_want()
+    }
+
+    /// Send what is left of a want; `Bytes` means nothing.
+    pub(super) fn flush_want(&mut self) -> Moved {
+        while self.tx.is_want {
+            let Some(stream) = stream_of(&self.state) else { return Moved::Ended };
+            match write(stream, &self.tx.header[HEADER_BYTES - self.tx.header_left..], &[]) {
+                Moved::Bytes(n) => self.tx.header_left -= n,
+                other => return other,
+            }
+            self.tx.is_want = self.tx.header_left != 0;
+        }
+        Moved::Bytes(0)
     }
 
     /// Let frames flow, once both hellos are through.
@@ -169,6 +189,7 @@ impl Link {
     pub(super) const fn begin_operation(&mut self) {
         self.rx.turn = 0;
         self.tx.turn = 0;
+        self.tx.announced = false;
     }
 }
 
@@ -176,6 +197,14 @@ impl Tx {
     /// Return whether the last frame is out, header and payload.
     pub(super) const fn is_between_frames(&self) -> bool {
         self.header_left == 0 && self.left_bytes == 0
+    }
+
+    fn begin(&mut self, kind: FrameKind, call: &Call) {
+        let len_bytes = self.left_bytes;
+        self.header = Header { kind, call: *call, step: self.turn, len_bytes }.emit();
+        self.header_left = HEADER_BYTES;
+        self.is_want = kind == FrameKind::Want;
+        self.announced = true;
     }
 }
 

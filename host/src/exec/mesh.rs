@@ -38,6 +38,8 @@ pub struct Mesh {
     pub(super) links: Vec<Link>,
     /// Accepted, and not yet known.
     pub(super) pending: Vec<Pending>,
+    /// Couriers on their way to lower ranks that have not dialled.
+    pub(super) wants: Vec<(Rank, TcpStream)>,
     pub(super) poisoned: Option<ExecError>,
     pub(super) foreign_dropped: u64,
     pub(super) sent_bytes: u64,
@@ -76,6 +78,7 @@ impl Mesh {
             links: addresses.iter().map(|_| Link::default()).collect(),
             addresses,
             pending: Vec::new(),
+            wants: Vec::new(),
             poisoned: None,
             foreign_dropped: 0,
             sent_bytes: 0,

@@ -14,6 +14,7 @@
 //! accumulator has the operation's type, the schedule works in place. Keep a copy where the input is needed again.
 
 mod abort;
+mod announce;
 mod error;
 mod frame;
 mod greet;

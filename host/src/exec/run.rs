@@ -6,6 +6,7 @@
 //!   hold don't wait for each other;
 //! - a frame is used only if operation, signature and order are the expected ones.
 
+use super::announce::Patience;
 use super::error::{Call, ExecError};
 use super::frame::{AbortFrame, FrameKind, HEADER_BYTES, Header};
 use super::link::{Moved, State};
@@ -93,8 +94,8 @@ pub fn execute(
     let result = Memory::new(schedule, element_bytes, kernel, buf, &mut work).and_then(|memory| {
         let call = Call::new(mesh.rank(), ctx.op_index, ctx.signature, &ctx.desc, ctx.path);
         let step = Step { sends: &[], recvs: &[] };
-        let deadline = ctx.deadline;
-        let mut run = Run { mesh: &mut *mesh, schedule, memory, call, deadline, interrupt, index: 0, step };
+        let (deadline, patience) = (ctx.deadline, Patience::default());
+        let mut run = Run { mesh: &mut *mesh, schedule, memory, call, deadline, interrupt, index: 0, step, patience };
         let Err(failure) = run.operation() else { return Ok(()) };
         run.abort(&failure);
         let (Failure::Found(error) | Failure::Told(error)) = failure;
@@ -116,6 +117,7 @@ pub(super) struct Run<'a> {
     /// The present step.
     pub(super) index: usize,
     pub(super) step: Step<'a>,
+    pub(super) patience: Patience,
 }
 
 /// How far a transfer of the present step is.
@@ -151,6 +153,7 @@ impl Run<'_> {
                 self.admit(&header)?;
             }
         }
+        self.mesh.wants.clear();
         let mut polls = Polls::default();
         let schedule = self.schedule;
         while let Some(step) = schedule.step(self.index) {
@@ -317,16 +320,30 @@ impl Run<'_> {
         if header.kind == FrameKind::Abort {
             return self.receive_abort(peer);
         }
+        let is_want = header.kind == FrameKind::Want;
         let theirs = &header.call;
         if theirs.op_index > self.call.op_index && !self.awaits(peer) {
             return Ok(());
         }
-        if theirs.op_index != self.call.op_index || theirs.signature != self.call.signature {
-            return Err(ExecError::mismatch(self.call, *theirs).into());
+        // A want may be old: what its rank waited for was on its way.
+        if !(is_want && theirs.op_index < self.call.op_index) {
+            self.compare(theirs)?;
+        }
+        if is_want {
+            self.mesh.links[peer.0 as usize].rx.frame = None;
+            return Ok(());
         }
         let turn = self.mesh.links[peer.0 as usize].rx.turn;
         if header.step != turn {
             return Err(ExecError::protocol(peer, format!("transfer {} where {turn} is next", header.step)).into());
+        }
+        Ok(())
+    }
+
+    /// Check that a peer is in the same operation.
+    pub(super) fn compare(&self, theirs: &Call) -> Result<(), ExecError> {
+        if theirs.op_index != self.call.op_index || theirs.signature != self.call.signature {
+            return Err(ExecError::mismatch(self.call, *theirs));
         }
         Ok(())
     }
@@ -346,11 +363,13 @@ impl Run<'_> {
     }
 
     /// Find out why `peer` takes nothing any more: what it has sent before it closed may say so.
-    fn last_words(&mut self, peer: Rank) -> Failure {
+    pub(super) fn last_words(&mut self, peer: Rank) -> Failure {
         let index = peer.0 as usize;
         loop {
             match self.mesh.links[index].rx.frame {
-                Some(Header { kind: FrameKind::Data, .. }) if self.mesh.links[index].rx.left_bytes == 0 => {
+                Some(Header { kind: FrameKind::Data | FrameKind::Want, .. })
+                    if self.mesh.links[index].rx.left_bytes == 0 =>
+                {
                     self.mesh.links[index].rx.frame = None;
                 }
                 Some(Header { kind: FrameKind::Data, .. }) => {

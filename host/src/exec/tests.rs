@@ -11,7 +11,8 @@ use sumac_hal::reduce::Kernel;
 pub(super) const TOKEN: JobToken = JobToken(0x5eed);
 /// Long enough for any machine; no test waits for it.
 pub(super) const FAR: Duration = Duration::from_secs(120);
-pub(super) const BOTH: [(Path, fn(Place, usize) -> Schedule); 2] =
+type Algorithm = fn(Place, usize) -> Schedule;
+pub(super) const BOTH: [(Path, Algorithm); 2] =
     [(Path::Ring, ring::all_reduce), (Path::HalvingDoubling, halving_doubling::all_reduce)];
 
 pub(super) fn meshes(ranks: u32) -> Vec<Mesh> {

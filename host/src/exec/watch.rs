@@ -10,7 +10,7 @@ use super::greet::Greeted;
 use super::link::State;
 use super::run::{Failure, Run, is_next, open};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 
 /// What a watched descriptor belongs to.
@@ -20,6 +20,8 @@ pub(super) enum Watched {
     /// A stranger, by index.
     Pending(usize),
     Link(Rank),
+    /// A courier, by index.
+    Want(usize),
     Interrupt,
 }
 
@@ -36,22 +38,23 @@ impl Run<'_> {
             self.interrupt.check()?;
         }
         let until = wake_at.map_or(self.deadline, |at| at.min(self.deadline));
-        let timeout = if block { until.saturating_duration_since(now) } else { std::time::Duration::ZERO };
+        let until = self.patience.ends(now).map_or(until, |at| at.min(until));
+        let timeout = if block { until.saturating_duration_since(now) } else { Duration::ZERO };
         let timeout = Timespec {
             tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: timeout.subsec_nanos().into(),
         };
         self.poll(&timeout)?;
+        if block && self.mesh.watched.is_empty() && self.patience.ends(now).is_some_and(|at| at <= Instant::now()) {
+            self.announce()?;
+        }
         // From the back: a stranger that leaves the list moves those behind it.
         while let Some(watched) = self.mesh.watched.pop() {
             match watched {
                 Watched::Interrupt => self.interrupt.check()?,
                 Watched::Listener => self.mesh.accept()?,
-                Watched::Pending(index) => {
-                    if let Greeted::Told(error) = self.mesh.greet(index) {
-                        return Err(Failure::Told(error));
-                    }
-                }
+                Watched::Pending(index) => self.welcome(index)?,
+                Watched::Want(index) => self.send_want(index)?,
                 Watched::Link(peer) => self.attend(peer)?,
             }
         }
@@ -77,6 +80,10 @@ impl Run<'_> {
             fds.push(PollFd::new(&pending.stream, readable));
             watched.push(Watched::Pending(index));
         }
+        for (index, (_, courier)) in mesh.wants.iter().enumerate() {
+            fds.push(PollFd::new(courier, PollFlags::OUT));
+            watched.push(Watched::Want(index));
+        }
         fds.push(PollFd::new(&mesh.listener, readable));
         watched.push(Watched::Listener);
         if let Some(fd) = self.interrupt.poll_fd() {
@@ -94,6 +101,16 @@ impl Run<'_> {
         }
     }
 
+    /// Hear out a stranger.
+    pub(super) fn welcome(&mut self, index: usize) -> Result<(), Failure> {
+        match self.mesh.greet(index) {
+            Greeted::Told(error) => Err(Failure::Told(error)),
+            // An operation that this rank is not yet in, or not any more, says nothing about this one.
+            Greeted::Wanted(call) if call.op_index == self.call.op_index => Ok(self.compare(&call)?),
+            Greeted::Wanted(_) | Greeted::Joined | Greeted::Waiting | Greeted::Dropped => Ok(()),
+        }
+    }
+
     /// Return what to wait for at the connection to `peer`.
     fn interest(&self, peer: Rank) -> PollFlags {
         let link = &self.mesh.links[peer.0 as usize];
@@ -102,7 +119,7 @@ impl Run<'_> {
             State::Connecting(_) => PollFlags::OUT,
             State::Greeting(_) => PollFlags::IN,
             State::Ready(_) => {
-                let held = link.rx.frame.is_some_and(|header| header.kind == FrameKind::Data);
+                let held = link.rx.frame.is_some_and(|header| header.kind != FrameKind::Abort);
                 let mut interest = PollFlags::empty();
                 interest.set(PollFlags::IN, !held || self.receives_from(peer));
                 interest.set(PollFlags::OUT, open(self.step.sends, &self.mesh.sends).any(|send| send.peer == peer));
@@ -139,7 +156,7 @@ impl Run<'_> {
 /// Empty the list and give its memory another lifetime: collecting in place keeps the allocation.
 fn recycled<'to>(mut fds: Vec<PollFd<'_>>) -> Vec<PollFd<'to>> {
     fds.clear();
-    fds.into_iter().filter_map(|_| None).collect()
+    fds.into_iter().map_while(|_| None).collect()
 }
 
 #[cfg(test)]
