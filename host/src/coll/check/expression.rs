@@ -61,12 +61,17 @@ impl Expressions {
         self.nodes[id.0].in_order
     }
 
+    /// Evaluate the expression over values of one's own.
+    pub fn evaluate<T>(&self, id: ExprId, input: &impl Fn(Rank) -> T, combine: &impl Fn(T, T) -> T) -> T {
+        match self.nodes[id.0].operands {
+            None => input(Rank(id.0 as u32)),
+            Some((left, right)) => combine(self.evaluate(left, input, combine), self.evaluate(right, input, combine)),
+        }
+    }
+
     /// Return the expression in writing, as `((0+1)+(2+3))`.
     pub fn written(&self, id: ExprId) -> String {
-        match self.nodes[id.0].operands {
-            None => id.0.to_string(),
-            Some((left, right)) => format!("({}+{})", self.written(left), self.written(right)),
-        }
+        self.evaluate(id, &|rank| rank.0.to_string(), &|left, right| format!("({left}+{right})"))
     }
 
     pub(super) fn ranks(&self, id: ExprId) -> &RankSet {

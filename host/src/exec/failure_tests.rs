@@ -1,0 +1,257 @@
+//! Every way to fail: the error has a name, all ranks get it, nobody hangs.
+
+use super::frame::{HELLO_BYTES, Hello, HelloKind, VERSION};
+use super::tests::{BOTH, FAR, TOKEN, all_reduce, context, meshes, meshes_with, on_ranks};
+use super::*;
+use crate::coll::{Place, Schedule, dissemination, ring};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::thread;
+use std::time::{Duration, Instant};
+use sumac_hal::ids::Rank;
+use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
+use sumac_hal::reduce::Kernel;
+
+fn barrier(mesh: &mut Mesh, op_index: u64, interrupt: &mut dyn Interrupt) -> Result<(), ExecError> {
+    let ctx = context(op_index, OpDesc::barrier(), Path::Ring);
+    execute(mesh, &dissemination::barrier(mesh.place()), None, &mut [], &ctx, interrupt)
+}
+
+/// Check that all ranks were told that `odd` called something else, and that their meshes are at an end.
+fn assert_mismatch(meshes: &mut [Mesh], odd: Rank, results: &[Result<(), ExecError>]) {
+    for (mesh, result) in meshes.iter_mut().zip(results) {
+        let Err(ExecError::Mismatch { calls }) = result else { panic!("{:?}: {result:?}", mesh.place()) };
+        assert!(calls[0].rank < calls[1].rank);
+        assert!(calls.iter().any(|call| call.rank == odd), "{}", result.as_ref().expect_err("seen above"));
+        assert_ne!((calls[0].op_index, calls[0].signature), (calls[1].op_index, calls[1].signature));
+        assert_eq!(barrier(mesh, 9, &mut NoInterrupt), *result, "a poisoned mesh repeats its error");
+    }
+}
+
+#[test]
+fn different_calls_are_a_mismatch_at_every_rank() {
+    type Odd = fn(&mut Mesh) -> Result<(), ExecError>;
+    let odd_calls: [(&str, Odd); 6] = [
+        ("count", |mesh| all_reduce(mesh, 0, Path::Ring, Dtype::F32, ReduceOp::Sum, &mut [0; 404])),
+        ("no elements", |mesh| all_reduce(mesh, 0, Path::Ring, Dtype::F32, ReduceOp::Sum, &mut [])),
+        ("dtype", |mesh| all_reduce(mesh, 0, Path::Ring, Dtype::I32, ReduceOp::Sum, &mut [0; 400])),
+        ("operator", |mesh| all_reduce(mesh, 0, Path::Ring, Dtype::F32, ReduceOp::Max, &mut [0; 400])),
+        ("algorithm", |mesh| all_reduce(mesh, 0, Path::HalvingDoubling, Dtype::F32, ReduceOp::Sum, &mut [0; 400])),
+        ("collective", |mesh| barrier(mesh, 0, &mut NoInterrupt)),
+    ];
+    for ranks in [2, 4, 5] {
+        for odd in (0..ranks).map(Rank) {
+            for (what, odd_call) in odd_calls {
+                let mut meshes = meshes(ranks);
+                let results = on_ranks(&mut meshes, |mesh| {
+                    if mesh.place().rank() == odd {
+                        return odd_call(mesh);
+                    }
+                    all_reduce(mesh, 0, Path::Ring, Dtype::F32, ReduceOp::Sum, &mut [0; 400])
+                });
+                assert_eq!(results.len(), ranks as usize, "{what}");
+                assert_mismatch(&mut meshes, odd, &results);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_skipped_operation_is_a_mismatch() {
+    let mut meshes = meshes(3);
+    let results = on_ranks(&mut meshes, |mesh| {
+        all_reduce(mesh, 0, Path::Ring, Dtype::F32, ReduceOp::Sum, &mut [0; 400])?;
+        let next = if mesh.place().rank() == Rank(1) { 2 } else { 1 };
+        all_reduce(mesh, next, Path::Ring, Dtype::F32, ReduceOp::Sum, &mut [0; 400])
+    });
+    assert_mismatch(&mut meshes, Rank(1), &results);
+}
+
+#[test]
+fn a_rank_that_dies_in_any_step_is_named_and_nobody_gets_wrong_numbers() {
+    let (ranks, dead, count) = (4, Rank(2), 300_000);
+    for (path, algorithm) in BOTH {
+        let steps = algorithm(Place::new(dead, ranks).expect("inside"), count).len();
+        for last_words in 0..steps {
+            let meshes = meshes(ranks);
+            let results: Vec<_> = thread::scope(|scope| {
+                let rank = |mut mesh: Mesh| {
+                    scope.spawn(move || {
+                        let mut buf = 1_i32.to_le_bytes().repeat(count);
+                        let whole = algorithm(mesh.place(), count);
+                        let desc = OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, count as u64);
+                        let kernel = Kernel::new(Dtype::I32, ReduceOp::Sum);
+                        if mesh.place().rank() != dead {
+                            let ctx = context(0, desc, path);
+                            let result = execute(&mut mesh, &whole, kernel.as_ref(), &mut buf, &ctx, &mut NoInterrupt);
+                            return (mesh.place().rank(), result.map(|()| buf), Some(mesh));
+                        }
+                        let mut part = Schedule::new(mesh.place(), count);
+                        whole.steps().take(last_words).for_each(|step| part.push(step.sends, step.recvs));
+                        let ctx = context(0, desc, path);
+                        // The mesh is dropped here, without a word to anybody.
+                        let kernel = part.reduces().then_some(kernel).flatten();
+                        let result = execute(&mut mesh, &part, kernel.as_ref(), &mut buf, &ctx, &mut NoInterrupt);
+                        (mesh.place().rank(), result.map(|()| Vec::new()), None)
+                    })
+                };
+                let threads: Vec<_> = meshes.into_iter().map(rank).collect();
+                threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+            });
+            let lost = Err(ExecError::RankLost { rank: dead });
+            let survivors = || results.iter().filter(|(.., mesh)| mesh.is_some());
+            assert!(survivors().any(|(_, result, _)| *result == lost), "{} {last_words}", path.name());
+            let right = ranks.to_le_bytes().repeat(count);
+            for (rank, result, _) in survivors() {
+                let error = result.as_ref().err();
+                assert!(
+                    *result == lost || *result == Ok(right.clone()),
+                    "{} {last_words}: {rank} {error:?}",
+                    path.name()
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_died_before_it_connected_is_named_too() {
+    for dead in [Rank(0), Rank(2)] {
+        let mut meshes = meshes(3);
+        meshes.remove(dead.0 as usize);
+        let results = on_ranks(&mut meshes, |mesh| barrier(mesh, 0, &mut NoInterrupt));
+        assert_eq!(results, [Err(ExecError::RankLost { rank: dead }), Err(ExecError::RankLost { rank: dead })]);
+    }
+}
+
+#[test]
+fn strangers_are_dropped_and_counted() {
+    let mut meshes = meshes(2);
+    let address = meshes[1].listener.local_addr().expect("bound");
+    let right = Hello { version: VERSION, kind: HelloKind::Peer, token: TOKEN, from: Rank(0), to: Rank(1) };
+    let strangers = [
+        (b"GET / HTTP/1.1\r\nHost: stranger\r\n\r\n"[..HELLO_BYTES].to_vec(), None),
+        (Hello { version: VERSION + 1, ..right }.emit().to_vec(), Some(Refusal::Version)),
+        (Hello { token: JobToken(1), ..right }.emit().to_vec(), Some(Refusal::Token)),
+        (Hello { from: Rank(1), ..right }.emit().to_vec(), Some(Refusal::Rank)),
+        (Hello { from: Rank(2), ..right }.emit().to_vec(), Some(Refusal::Rank)),
+        (Hello { to: Rank(0), ..right }.emit().to_vec(), Some(Refusal::Rank)),
+        (Hello { kind: HelloKind::Courier, token: JobToken(1), ..right }.emit().to_vec(), Some(Refusal::Token)),
+    ];
+    let mut connections: Vec<_> = strangers
+        .iter()
+        .map(|(bytes, _)| {
+            let mut stream = TcpStream::connect(address).expect("listening");
+            stream.write_all(bytes).expect("small");
+            stream
+        })
+        .collect();
+    let silent = TcpStream::connect(address).expect("listening");
+    let results = on_ranks(&mut meshes, |mesh| barrier(mesh, 0, &mut NoInterrupt));
+    assert_eq!(results, [Ok(()), Ok(())]);
+    assert_eq!(meshes[1].foreign_dropped(), strangers.len() as u64);
+    for (stream, (_, reason)) in connections.iter_mut().zip(&strangers) {
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).expect("closed");
+        let heard = <[u8; HELLO_BYTES]>::try_from(answer.as_slice()).ok().and_then(|bytes| Hello::parse(&bytes));
+        assert_eq!(heard.map(|hello| hello.kind), reason.map(HelloKind::Refusal));
+        assert!(heard.is_none_or(|hello| hello.token != JobToken(1)));
+    }
+    drop(silent);
+    assert_eq!(on_ranks(&mut meshes, |mesh| barrier(mesh, 1, &mut NoInterrupt)), [Ok(()), Ok(())]);
+}
+
+#[test]
+fn a_rank_of_another_job_is_refused() {
+    let mut meshes = meshes_with(&[TOKEN, JobToken(7)]);
+    let results = on_ranks(&mut meshes, |mesh| {
+        let desc = OpDesc::barrier();
+        let mut ctx = context(0, desc, Path::Ring);
+        if mesh.place().rank() == Rank(1) {
+            ctx.deadline = Instant::now() + Duration::from_millis(500);
+        }
+        execute(mesh, &dissemination::barrier(mesh.place()), None, &mut [], &ctx, &mut NoInterrupt)
+    });
+    assert_eq!(results[0], Err(ExecError::Refused { rank: Rank(0), by: Rank(1), reason: Refusal::Token }));
+    assert_eq!(results[1], Err(ExecError::Deadline { op_index: 0, rank: Rank(1), peer: Rank(0) }));
+    assert!(meshes[1].foreign_dropped() >= 1);
+}
+
+#[test]
+fn a_passed_deadline_is_everybodys_error() {
+    let mut meshes = meshes(3);
+    let (late, in_time) = meshes.split_at_mut(1);
+    let results = on_ranks(in_time, |mesh| {
+        let mut ctx = context(4, OpDesc::barrier(), Path::Ring);
+        let patience = if mesh.place().rank() == Rank(1) { Duration::from_millis(50) } else { FAR };
+        ctx.deadline = Instant::now() + patience;
+        execute(mesh, &dissemination::barrier(mesh.place()), None, &mut [], &ctx, &mut NoInterrupt)
+    });
+    let error = Err(ExecError::Deadline { op_index: 4, rank: Rank(1), peer: Rank(0) });
+    assert_eq!(results, [error.clone(), error.clone()]);
+    // Rank 0 was not connected to anybody: a courier has left the news at its listener.
+    assert_eq!(barrier(&mut late[0], 4, &mut NoInterrupt), error);
+}
+
+/// An interrupt that ends the operation when its socket or its time says so.
+struct Bell {
+    socket: UnixStream,
+    wake_at: Option<Instant>,
+    rank: Rank,
+}
+
+impl Interrupt for Bell {
+    fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.socket.as_fd())
+    }
+
+    fn check(&mut self) -> Result<(), ExecError> {
+        Err(ExecError::Interrupted { rank: self.rank, reason: "the bell has rung".into() })
+    }
+
+    fn wake_at(&self) -> Option<Instant> {
+        self.wake_at
+    }
+}
+
+#[test]
+fn an_interrupt_ends_the_operation_everywhere() {
+    for by_time in [false, true] {
+        let mut meshes = meshes(4);
+        // Rank 3 never calls, so that only the bell can end the operation.
+        let results = on_ranks(&mut meshes[..3], |mesh| {
+            let (mut ringer, socket) = UnixStream::pair().expect("a pair");
+            let rank = mesh.place().rank();
+            if rank == Rank(1) && !by_time {
+                ringer.write_all(b"!").expect("small");
+            }
+            let wake_at = (rank == Rank(1) && by_time).then(Instant::now);
+            barrier(mesh, 0, &mut Bell { socket, wake_at, rank })
+        });
+        let error = ExecError::Interrupted { rank: Rank(1), reason: "the bell has rung".into() };
+        assert_eq!(results, [Err(error.clone()), Err(error.clone()), Err(error)]);
+    }
+}
+
+#[test]
+fn contradictory_arguments_are_refused_and_leave_the_mesh_usable() {
+    let mut meshes = meshes(2);
+    let elsewhere = ring::all_reduce(Place::new(Rank(0), 3).expect("inside"), 4);
+    let here = |mesh: &Mesh| ring::all_reduce(mesh.place(), 4);
+    let results = on_ranks(&mut meshes, |mesh| {
+        let ctx = context(0, OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 4), Path::Ring);
+        let wide = Kernel::new(Dtype::F64, ReduceOp::Sum);
+        let kernel = Kernel::new(Dtype::F32, ReduceOp::Sum);
+        let here = here(mesh);
+        let calls = [(&elsewhere, &kernel, 16), (&here, &kernel, 15), (&here, &wide, 16), (&here, &None, 16)];
+        for (schedule, kernel, len_bytes) in calls {
+            let result = execute(mesh, schedule, kernel.as_ref(), &mut vec![0; len_bytes], &ctx, &mut NoInterrupt);
+            assert!(matches!(result, Err(ExecError::Invalid { .. })), "{result:?}");
+        }
+        execute(mesh, &here, kernel.as_ref(), &mut [0; 16], &ctx, &mut NoInterrupt)
+    });
+    assert_eq!(results, [Ok(()), Ok(())]);
+    assert!(meshes.iter().all(|mesh| mesh.error().is_none()));
+}

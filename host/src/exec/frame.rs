@@ -1,0 +1,307 @@
+//! The bytes between two executors: a hello each way, then frames.
+//!
+//! All numbers are little-endian.
+//!
+//! | Hello | | Frame | |
+//! |---|---|---|---|
+//! | 0..4 | magic `SMCH` | 0..4 | magic `SMCF` |
+//! | 4..6 | version | 4..6 | kind: 1 data, 2 abort, 3 want |
+//! | 6..8 | kind: 1 peer, 2 courier, 3 refusal | 6..8 | zero |
+//! | 8..16 | job token | 8..16 | operation index |
+//! | 16..20 | from rank | 16..20 | signature |
+//! | 20..24 | to rank | 20..24 | step: which transfer of this pair in this operation, from 0 |
+//! | 24..28 | reason of a refusal: 1 version, 2 token, 3 rank | 24..28 | payload length |
+//! | 28..32 | zero | 28..32 | collective, dtype, op, path |
+//! | | | 32..36 | root |
+//! | | | 36..40 | zero |
+//! | | | 40..48 | element count |
+//!
+//! A transfer travels as one or more data frames of at most [`FRAME_MAX_BYTES`], so that an abort never has to
+//! wait for more than that. The payload of an abort frame is the error, by postcard. The description of the
+//! operation rides in every frame because a signature alone can't tell the user what the other rank called.
+//! TCP's checksum and the reduction's own integrity are relied on; the frames carry none of their own.
+
+use super::error::{Call, ExecError, Refusal};
+use super::mesh::JobToken;
+use sumac_hal::ids::Rank;
+use sumac_hal::op::{Collective, Dtype, Path, ReduceOp};
+
+/// The version of hello and frames; ranks of different versions refuse each other.
+pub(super) const VERSION: u16 = 1;
+pub(super) const HELLO_BYTES: usize = 32;
+pub(super) const HEADER_BYTES: usize = 48;
+/// A frame's largest payload.
+pub(super) const FRAME_MAX_BYTES: usize = 256 << 10;
+/// The largest error that an abort carries; longer reasons are cut.
+pub(super) const ABORT_MAX_BYTES: usize = 512;
+
+const HELLO_MAGIC: [u8; 4] = *b"SMCH";
+const FRAME_MAGIC: [u8; 4] = *b"SMCF";
+
+/// What a connection is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum HelloKind {
+    /// Two ranks' one connection for frames.
+    Peer,
+    /// It carries one abort or want frame, which follows at once, and is not answered.
+    Courier,
+    /// The answer to a hello that does not fit.
+    Refusal(Refusal),
+}
+
+/// The first thing that either end of a connection says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Hello {
+    pub(super) version: u16,
+    pub(super) kind: HelloKind,
+    pub(super) token: JobToken,
+    pub(super) from: Rank,
+    pub(super) to: Rank,
+}
+
+impl Hello {
+    pub(super) fn emit(&self) -> [u8; HELLO_BYTES] {
+        let (kind, reason) = match self.kind {
+            HelloKind::Peer => (1_u16, 0_u32),
+            HelloKind::Courier => (2, 0),
+            HelloKind::Refusal(Refusal::Version) => (3, 1),
+            HelloKind::Refusal(Refusal::Token) => (3, 2),
+            HelloKind::Refusal(Refusal::Rank) => (3, 3),
+        };
+        let mut bytes = [0; HELLO_BYTES];
+        bytes[0..4].copy_from_slice(&HELLO_MAGIC);
+        bytes[4..6].copy_from_slice(&self.version.to_le_bytes());
+        bytes[6..8].copy_from_slice(&kind.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.token.0.to_le_bytes());
+        bytes[16..20].copy_from_slice(&self.from.0.to_le_bytes());
+        bytes[20..24].copy_from_slice(&self.to.0.to_le_bytes());
+        bytes[24..28].copy_from_slice(&reason.to_le_bytes());
+        bytes
+    }
+
+    /// Return the hello, or `None` if these are not the bytes of any version's hello.
+    pub(super) fn parse(bytes: &[u8; HELLO_BYTES]) -> Option<Self> {
+        if bytes[0..4] != HELLO_MAGIC {
+            return None;
+        }
+        let kind = match (u16_at(bytes, 6), u32_at(bytes, 24)) {
+            (1, _) => HelloKind::Peer,
+            (2, _) => HelloKind::Courier,
+            (3, 1) => HelloKind::Refusal(Refusal::Version),
+            (3, 2) => HelloKind::Refusal(Refusal::Token),
+            (3, 3) => HelloKind::Refusal(Refusal::Rank),
+            _ => return None,
+        };
+        Some(Self {
+            version: u16_at(bytes, 4),
+            kind,
+            token: JobToken(u64_at(bytes, 8)),
+            from: Rank(u32_at(bytes, 16)),
+            to: Rank(u32_at(bytes, 20)),
+        })
+    }
+}
+
+/// What a frame is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum FrameKind {
+    /// A piece of a transfer.
+    Data,
+    /// The end of the operation, and why.
+    Abort,
+    /// No payload: "this is the operation in which I am waiting for you".
+    Want,
+}
+
+/// A frame's header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Header {
+    pub(super) kind: FrameKind,
+    pub(super) call: Call,
+    pub(super) step: u32,
+    pub(super) len_bytes: usize,
+}
+
+impl Header {
+    pub(super) fn emit(&self) -> [u8; HEADER_BYTES] {
+        let kind: u16 = match self.kind {
+            FrameKind::Data => 1,
+            FrameKind::Abort => 2,
+            FrameKind::Want => 3,
+        };
+        let call = &self.call;
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[0..4].copy_from_slice(&FRAME_MAGIC);
+        bytes[4..6].copy_from_slice(&kind.to_le_bytes());
+        bytes[8..16].copy_from_slice(&call.op_index.to_le_bytes());
+        bytes[16..20].copy_from_slice(&call.signature.to_le_bytes());
+        bytes[20..24].copy_from_slice(&self.step.to_le_bytes());
+        bytes[24..28].copy_from_slice(&(self.len_bytes as u32).to_le_bytes());
+        bytes[28] = call.collective.to_wire();
+        bytes[29] = call.dtype.map_or(0, Dtype::to_wire);
+        bytes[30] = call.op.map_or(0, ReduceOp::to_wire);
+        bytes[31] = call.path as u8;
+        bytes[32..36].copy_from_slice(&call.root.0.to_le_bytes());
+        bytes[40..48].copy_from_slice(&call.count.to_le_bytes());
+        bytes
+    }
+
+    /// Parse the header of a frame from `rank`.
+    ///
+    /// # Errors
+    /// [`ExecError::Protocol`] if these are not the bytes of a header of this version.
+    pub(super) fn parse(rank: Rank, bytes: &[u8; HEADER_BYTES]) -> Result<Self, ExecError> {
+        let refuse = |what: &str, number: u64| ExecError::protocol(rank, format!("a frame with {what} {number:#x}"));
+        let magic = u32_at(bytes, 0);
+        if bytes[0..4] != FRAME_MAGIC {
+            return Err(refuse("magic", magic.into()));
+        }
+        let (kind, limit) = match u16_at(bytes, 4) {
+            1 => (FrameKind::Data, FRAME_MAX_BYTES),
+            2 => (FrameKind::Abort, ABORT_MAX_BYTES),
+            3 => (FrameKind::Want, 0),
+            other => return Err(refuse("kind", other.into())),
+        };
+        let len_bytes = u32_at(bytes, 24) as usize;
+        if len_bytes > limit {
+            return Err(refuse("length", len_bytes as u64));
+        }
+        let collective = Collective::from_wire(bytes[28]).ok_or_else(|| refuse("collective", bytes[28].into()))?;
+        let optional = |number: u8| (number != 0).then_some(number);
+        let dtype = optional(bytes[29]).map(|n| Dtype::from_wire(n).ok_or_else(|| refuse("dtype", n.into())));
+        let op = optional(bytes[30]).map(|n| ReduceOp::from_wire(n).ok_or_else(|| refuse("operator", n.into())));
+        let path = [Path::Tree, Path::Ring, Path::HalvingDoubling].into_iter().find(|&path| path as u8 == bytes[31]);
+        let call = Call {
+            rank,
+            op_index: u64_at(bytes, 8),
+            signature: u32_at(bytes, 16),
+            collective,
+            dtype: dtype.transpose()?,
+            op: op.transpose()?,
+            root: Rank(u32_at(bytes, 32)),
+            count: u64_at(bytes, 40),
+            path: path.ok_or_else(|| refuse("path", bytes[31].into()))?,
+        };
+        Ok(Self { kind, call, step: u32_at(bytes, 20), len_bytes })
+    }
+}
+
+/// An abort frame: header and error, ready to send.
+#[derive(Debug, Clone)]
+pub(super) struct AbortFrame {
+    bytes: [u8; HEADER_BYTES + ABORT_MAX_BYTES],
+    len_bytes: usize,
+}
+
+impl AbortFrame {
+    /// Wrap `error` for the peers of `call`'s rank.
+    pub(super) fn new(call: Call, error: &ExecError) -> Self {
+        let mut bytes = [0; HEADER_BYTES + ABORT_MAX_BYTES];
+        let payload = match postcard::to_slice(error, &mut bytes[HEADER_BYTES..]) {
+            Ok(payload) => payload.len(),
+            // Only a caller's reason can be too long: the error travels without it.
+            Err(_) => {
+                let short = ExecError::Interrupted { rank: call.rank, reason: String::new() };
+                postcard::to_slice(&short, &mut bytes[HEADER_BYTES..]).map_or(0, |payload| payload.len())
+            }
+        };
+        let header = Header { kind: FrameKind::Abort, call, step: 0, len_bytes: payload };
+        bytes[..HEADER_BYTES].copy_from_slice(&header.emit());
+        Self { bytes, len_bytes: HEADER_BYTES + payload }
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.bytes[..self.len_bytes]
+    }
+
+    /// Return the error in an abort frame's payload.
+    pub(super) fn parse(rank: Rank, payload: &[u8]) -> ExecError {
+        postcard::from_bytes(payload).unwrap_or_else(|_| ExecError::protocol(rank, "an abort that can't be read"))
+    }
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> u16 {
+    u16::from_le_bytes(array_at(bytes, at))
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(array_at(bytes, at))
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(array_at(bytes, at))
+}
+
+/// Copy out a field; the callers' offsets are constants inside a fixed-size header.
+fn array_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    std::array::from_fn(|index| bytes[at + index])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use sumac_hal::op::OpDesc;
+
+    fn header() -> Header {
+        let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 0x0102_0304_0506);
+        let call = Call::new(Rank(3), 0x1112_1314, 0x2122_2324, &desc, Path::Ring);
+        Header { kind: FrameKind::Data, call, step: 5, len_bytes: 0x4000 }
+    }
+
+    #[test]
+    fn golden_bytes_of_version_1() {
+        assert_eq!(VERSION, 1, "new bytes need a new version, and new golden bytes");
+        let hello = Hello {
+            version: VERSION,
+            kind: HelloKind::Refusal(Refusal::Token),
+            token: JobToken(0x0102_0304_0506_0708),
+            from: Rank(1),
+            to: Rank(2),
+        };
+        let golden = *b"SMCH\x01\0\x03\0\x08\x07\x06\x05\x04\x03\x02\x01\x01\0\0\0\x02\0\0\0\x02\0\0\0\0\0\0\0";
+        assert_eq!(hello.emit(), golden);
+        assert_eq!(Hello::parse(&golden), Some(hello));
+        let golden = *b"SMCF\x01\0\0\0\x14\x13\x12\x11\0\0\0\0\x24\x23\x22\x21\x05\0\0\0\0\x40\0\0\x01\x0b\x01\x02\
+                        \0\0\0\0\0\0\0\0\x06\x05\x04\x03\x02\x01\0\0";
+        assert_eq!(header().emit(), golden);
+        assert_eq!(Header::parse(Rank(3), &golden), Ok(header()));
+    }
+
+    #[test]
+    fn errors_travel_unchanged() {
+        let mut other = header().call;
+        other.rank = Rank(1);
+        other.count = 7;
+        let errors = [
+            ExecError::mismatch(header().call, other),
+            ExecError::RankLost { rank: Rank(9) },
+            ExecError::Deadline { op_index: u64::MAX, rank: Rank(1), peer: Rank(2) },
+            ExecError::Refused { rank: Rank(1), by: Rank(2), reason: Refusal::Version },
+        ];
+        for error in errors {
+            let frame = AbortFrame::new(header().call, &error);
+            assert_eq!(AbortFrame::parse(Rank(3), &frame.bytes()[HEADER_BYTES..]), error);
+        }
+        let long = ExecError::Interrupted { rank: Rank(1), reason: "x".repeat(ABORT_MAX_BYTES) };
+        let frame = AbortFrame::new(header().call, &long);
+        let got = AbortFrame::parse(Rank(3), &frame.bytes()[HEADER_BYTES..]);
+        assert_eq!(got, ExecError::Interrupted { rank: Rank(3), reason: String::new() });
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_panic(bytes in any::<[u8; HEADER_BYTES]>(), payload in any::<Vec<u8>>(), magic in any::<bool>()) {
+            let mut bytes = bytes;
+            if magic {
+                bytes[0..4].copy_from_slice(&FRAME_MAGIC);
+            }
+            if let Ok(header) = Header::parse(Rank(0), &bytes) {
+                prop_assert!(header.len_bytes <= FRAME_MAX_BYTES);
+                prop_assert_eq!(Header::parse(Rank(0), &header.emit()), Ok(header));
+            }
+            let _ = Hello::parse(&std::array::from_fn(|index| bytes[index]));
+            let _ = AbortFrame::parse(Rank(0), &payload);
+        }
+    }
+}

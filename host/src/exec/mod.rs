@@ -1,0 +1,34 @@
+//! Runs schedules between processes: CPU memory, TCP.
+//!
+//! [`Mesh`] owns the connections, [`execute`] runs one rank's [`Schedule`](crate::coll::Schedule) over them.
+//! One thread, non-blocking sockets and one `poll`; nothing is allocated per operation once the mesh is warm.
+//!
+//! Invariants:
+//! - every frame says which operation it belongs to, and is used only by that operation: ranks that call
+//!   different things get [`ExecError::Mismatch`], not wrong numbers and not a hang;
+//! - an operation ends in the result or in a named error by its deadline; the rank that finds an error tells all
+//!   others, connected or not, and they return the same error;
+//! - after an error the mesh is poisoned: its streams may stand in the middle of a frame, so nothing more is sent.
+//!
+//! After an error the caller's buffer holds any mixture of inputs, partial values and results: where the
+//! accumulator has the operation's type, the schedule works in place. Keep a copy where the input is needed again.
+
+mod abort;
+mod announce;
+mod error;
+mod frame;
+mod greet;
+mod link;
+mod memory;
+mod mesh;
+mod run;
+mod watch;
+
+#[cfg(test)]
+mod failure_tests;
+#[cfg(test)]
+mod tests;
+
+pub use error::{Call, ExecError, MeshError, Refusal};
+pub use mesh::{JobToken, Mesh};
+pub use run::{Context, Interrupt, NoInterrupt, execute};
