@@ -118,6 +118,10 @@ pub enum Path {
     Ring = 2,
     /// By the recursive halving-doubling schedule, host to host.
     HalvingDoubling = 3,
+    /// By the dissemination schedule, host to host: barriers where there is no tree.
+    Dissemination = 4,
+    /// Nowhere: a communicator of one rank.
+    Local = 5,
 }
 
 impl Path {
@@ -127,6 +131,8 @@ impl Path {
             Self::Tree => "tree",
             Self::Ring => "ring",
             Self::HalvingDoubling => "hd",
+            Self::Dissemination => "dissemination",
+            Self::Local => "local",
         }
     }
 }

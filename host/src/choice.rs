@@ -12,6 +12,7 @@
 //! | tree | 2 L alpha + n (2 beta + c (2 beta_node + gamma)) | each of L levels up and down; the node with c children takes in, combines and sends c n bytes, and is the bottleneck of a pipeline of chunks |
 //! | ring | 2 (N-1) alpha + 2 (N-1)/N n beta + (N-1)/N n gamma | Patarasuk and Yuan 2009 |
 //! | hd, N = 2^k | 2 log2 N alpha + 2 (N-1)/N n beta + (N-1)/N n gamma | Rabenseifner 2004 |
+//! | dissemination (barriers) | ceil(log2 N) alpha | Hensgen, Finkel and Manber 1988 |
 //! | hd, else, N' = 2^floor(log2 N) | (2 log2 N' + 2) alpha + (2 (N'-1)/N' + 2) n beta + ((N'-1)/N' + 1) n gamma | the same, extra ranks folded in and out |
 
 use serde::{Deserialize, Serialize};
@@ -220,8 +221,8 @@ impl fmt::Display for Explanation {
         for Candidate { path, cost_s } in &self.candidates {
             let mark = if Some(*path) == self.chosen { '*' } else { ' ' };
             match cost_s {
-                Ok(cost) => writeln!(f, "{mark} {:<5} {:>12.1} us", path.name(), cost * 1e6)?,
-                Err(reason) => writeln!(f, "{mark} {:<5} ruled out: {reason}", path.name())?,
+                Ok(cost) => writeln!(f, "{mark} {:<13} {:>12.1} us", path.name(), cost * 1e6)?,
+                Err(reason) => writeln!(f, "{mark} {:<13} ruled out: {reason}", path.name())?,
             }
         }
         Ok(())
@@ -230,7 +231,7 @@ impl fmt::Display for Explanation {
 
 /// Judge every path for an operation and choose.
 pub fn explain(situation: &Situation, desc: &OpDesc, requested: Algo) -> Explanation {
-    let candidates: Vec<Candidate> = [Path::Tree, Path::Ring, Path::HalvingDoubling]
+    let candidates: Vec<Candidate> = [Path::Tree, Path::Ring, Path::HalvingDoubling, Path::Dissemination]
         .into_iter()
         .map(|path| Candidate { path, cost_s: judge(situation, desc, path) })
         .collect();
@@ -256,18 +257,18 @@ fn judge(situation: &Situation, desc: &OpDesc, path: Path) -> Result<f64, RuledO
             let node = f64::from(tree.max_children) * (2.0 * table.beta_node_s + table.gamma_s);
             Ok(2.0 * f64::from(tree.levels) * table.alpha_tree_s + bytes * (2.0 * table.beta_tree_s + node))
         }
+        Path::Ring | Path::HalvingDoubling if desc.collective != Collective::AllReduce => {
+            Err(RuledOut::Collective { path: path.name(), collective: desc.collective })
+        }
         Path::Ring => {
             let path = path.name();
-            if desc.collective == Collective::Barrier {
-                return Err(RuledOut::Collective { path, collective: desc.collective });
-            }
             if depends_on_order(situation.order, desc) {
                 let why = "each block is added up from another rank on";
                 return Err(RuledOut::Order { path, order: situation.order, why });
             }
             Ok(2.0 * (n - 1.0) * table.alpha_step_s + share * bytes * (2.0 * table.beta_step_s + table.gamma_s))
         }
-        _ => {
+        Path::HalvingDoubling => {
             if depends_on_order(situation.order, desc) {
                 halving_doubling_keeps(situation)?;
             }
@@ -277,6 +278,8 @@ fn judge(situation: &Situation, desc: &OpDesc, path: Path) -> Result<f64, RuledO
             Ok((2.0 * whole.log2() + 2.0 * extra) * table.alpha_step_s
                 + bytes * ((2.0 * share + 2.0 * extra) * table.beta_step_s + (share + extra) * table.gamma_s))
         }
+        Path::Dissemination if desc.collective == Collective::Barrier => Ok(n.log2().ceil() * table.alpha_step_s),
+        _ => Err(RuledOut::Collective { path: path.name(), collective: desc.collective }),
     }
 }
 

@@ -1,9 +1,23 @@
-//! The host's side of Sumac.
+//! The host's side of Sumac: communicators, the controller, the planner, schedules.
+//!
+//! ```text
+//!   comm ------> choice            which way, and why
+//!    |  \------> exec -> endpoint  through the tree, on a port
+//!    |              \-> coll       or by a schedule, over TCP
+//!    v
+//!   controller -> plan -> topo     who is where, on which tree
+//! ```
 
 pub mod choice;
 pub mod coll;
+pub mod comm;
 pub mod controller;
 pub mod endpoint;
 pub mod exec;
 pub mod plan;
 pub mod topo;
+
+pub use choice::Algo;
+pub use comm::{CallOptions, Communicator, Element, Error, Handle, JoinConfig, JoinError, Outcome};
+pub use sumac_hal::ctrl::Order;
+pub use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};

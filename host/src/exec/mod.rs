@@ -1,4 +1,6 @@
-//! Runs schedules between processes: CPU memory, TCP.
+//! Runs schedules and endpoints between processes: CPU memory, TCP and ports.
+//!
+//! [`TreeDriver`] moves packets between an endpoint and its port; the rest of this module is about schedules.
 //!
 //! [`Mesh`] owns the connections, [`execute`] runs one rank's [`Schedule`](crate::coll::Schedule) over them.
 //! One thread, non-blocking sockets and one `poll`; nothing is allocated per operation once the mesh is warm.
@@ -22,6 +24,7 @@ mod link;
 mod memory;
 mod mesh;
 mod run;
+mod tree;
 mod watch;
 
 #[cfg(test)]
@@ -32,3 +35,4 @@ mod tests;
 pub use error::{Call, ExecError, MeshError, Refusal};
 pub use mesh::{JobToken, Mesh};
 pub use run::{Context, Interrupt, NoInterrupt, execute};
+pub use tree::TreeDriver;

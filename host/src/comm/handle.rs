@@ -1,0 +1,53 @@
+//! Handles of started operations.
+
+use super::core::Core;
+use super::error::Error;
+use super::{CallOptions, Element, Outcome, lock};
+use std::marker::PhantomData;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// A started operation. Forgetting it is safe: the communicator keeps the buffer.
+#[derive(Debug)]
+#[must_use = "a started operation gives its buffer back when it is waited for"]
+pub struct Handle<T> {
+    core: Arc<Mutex<Core>>,
+    id: u64,
+    element: PhantomData<T>,
+}
+
+impl<T: Element> Handle<T> {
+    pub(super) const fn new(core: Arc<Mutex<Core>>, id: u64) -> Self {
+        Self { core, id, element: PhantomData }
+    }
+
+    /// Tell whether the operation has ended, without waiting for it if it goes through the tree; a schedule is run
+    /// here if it has not been.
+    pub fn test(&mut self) -> bool {
+        lock(&self.core).test(self.id, &CallOptions::default())
+    }
+
+    /// Wait for the operation, and get the buffer back with the result in it.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn wait(self) -> Result<(Vec<T>, Outcome), Error> {
+        self.finish(&CallOptions::default())
+    }
+
+    /// Wait at most `deadline` from now. A deadline that passes ends the communicator, as other ranks may have the
+    /// result already.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn wait_for(self, deadline: Duration) -> Result<(Vec<T>, Outcome), Error> {
+        self.finish(&CallOptions { algo: None, deadline: Some(deadline) })
+    }
+
+    fn finish(self, options: &CallOptions) -> Result<(Vec<T>, Outcome), Error> {
+        let (buffer, result) = lock(&self.core).finish(self.id, options);
+        let outcome = result?;
+        let buffer = buffer.and_then(|buffer| buffer.into_any().downcast::<Vec<T>>().ok());
+        buffer.map(|buffer| (*buffer, outcome)).ok_or_else(|| Error::Argument("the handle's buffer is gone".into()))
+    }
+}

@@ -1,0 +1,194 @@
+//! How a rank becomes a member.
+
+use super::core::Core;
+use crate::choice::{Algo, Situation};
+use crate::coll::Place;
+use crate::controller::proto::{JoinRequest, TreeMembership};
+use crate::controller::{ClientError, Session};
+use crate::endpoint::{Endpoint, EndpointConfig};
+use crate::exec::{JobToken, Mesh, MeshError, TreeDriver};
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::time::Duration;
+use sumac_hal::ctrl::Order;
+use sumac_hal::ids::Rank;
+use sumac_hal::port::Port;
+use sumac_hal::udp::{UdpConfig, UdpError, UdpPort};
+use thiserror::Error;
+
+/// How a rank joins its job.
+#[derive(Debug, Clone)]
+pub struct JoinConfig {
+    /// The controller.
+    pub controller: SocketAddr,
+    /// The job's name: ranks with the same name meet.
+    pub job: String,
+    /// Which rank this is.
+    pub rank: u32,
+    /// How many there are.
+    pub world: u32,
+    /// This rank's host as the fabric calls it. `None` at all ranks: the hosts in natural name order.
+    pub host: Option<String>,
+    /// The order in which contributions combine; the same at all ranks.
+    pub order: Order,
+    /// The algorithm of calls that do not name one.
+    pub algo: Algo,
+    /// The deadline of calls that do not name one.
+    pub deadline: Duration,
+    /// How long to wait for the other ranks.
+    pub join_timeout: Duration,
+    /// The address of this host that devices and other ranks can reach.
+    pub bind: IpAddr,
+    /// The data port.
+    pub udp: UdpConfig,
+}
+
+impl JoinConfig {
+    /// Describe a rank with the defaults: loopback, `Order::Arrival`, the cheapest path, 60 s for a call.
+    pub fn new(controller: SocketAddr, job: impl Into<String>, rank: u32, world: u32) -> Self {
+        Self {
+            controller,
+            job: job.into(),
+            rank,
+            world,
+            host: None,
+            order: Order::Arrival,
+            algo: Algo::Auto,
+            deadline: Duration::from_secs(60),
+            join_timeout: Duration::from_secs(60),
+            bind: controller.ip(),
+            udp: UdpConfig::default(),
+        }
+    }
+
+    /// Describe a rank by the environment, as launchers set it: `RANK`, `WORLD_SIZE`, `MASTER_ADDR` (default
+    /// 127.0.0.1), `SUMAC_PORT` (default [`DEFAULT_PORT`]) and `SUMAC_JOB` (default `default`).
+    ///
+    /// # Errors
+    /// [`JoinError::Environment`] names the variable that is missing or makes no sense.
+    pub fn from_env() -> Result<Self, JoinError> {
+        let number = |name| -> Result<u32, JoinError> {
+            let value = std::env::var(name).map_err(|_| environment(name, "it is not set; launchers set it"))?;
+            value.parse().map_err(|_| environment(name, format!("{value:?} is not a number")))
+        };
+        let (rank, world) = (number("RANK")?, number("WORLD_SIZE")?);
+        let host = std::env::var("MASTER_ADDR").unwrap_or_else(|_| "127.0.0.1".into());
+        let port = match std::env::var("SUMAC_PORT") {
+            Ok(value) => {
+                value.parse().map_err(|_| environment("SUMAC_PORT", format!("{value:?} is not a port number")))?
+            }
+            Err(_) => DEFAULT_PORT,
+        };
+        let resolved = std::net::ToSocketAddrs::to_socket_addrs(&(host.as_str(), port));
+        let addr = resolved.ok().and_then(|mut addrs| addrs.next());
+        let addr = addr.ok_or_else(|| environment("MASTER_ADDR", format!("{host:?} is no address")))?;
+        let job = std::env::var("SUMAC_JOB").unwrap_or_else(|_| "default".into());
+        Ok(Self::new(addr, job, rank, world))
+    }
+}
+
+fn environment(name: &'static str, why: impl Into<String>) -> JoinError {
+    JoinError::Environment { name, why: why.into() }
+}
+
+/// The port of controllers that are not told another.
+pub const DEFAULT_PORT: u16 = 7847;
+
+/// Why a rank is not a member.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum JoinError {
+    /// An environment variable.
+    #[error("environment variable {name}: {why}")]
+    Environment {
+        /// Which.
+        name: &'static str,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// The controller, or the job there.
+    #[error(transparent)]
+    Controller(#[from] ClientError),
+    /// The data port.
+    #[error("data port: {0}")]
+    Port(#[from] UdpError),
+    /// The port for schedules.
+    #[error("listen for other ranks on {addr}: {source}")]
+    Listen {
+        /// The address.
+        addr: IpAddr,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The connections for schedules.
+    #[error(transparent)]
+    Mesh(#[from] MeshError),
+    /// The controller gave something that makes no sense.
+    #[error("the controller's answer makes no sense: {0}")]
+    Membership(String),
+}
+
+/// Join: returns what a communicator is made of.
+pub(super) fn join(config: JoinConfig) -> Result<Core, JoinError> {
+    let listener = TcpListener::bind((config.bind, 0));
+    let listen = |source| JoinError::Listen { addr: config.bind, source };
+    let listener = listener.map_err(listen)?;
+    let mesh_addr = listener.local_addr().map_err(listen)?;
+    let port = UdpPort::bind(SocketAddr::new(config.bind, 0), &config.udp)?;
+    let (rank, world) = (Rank(config.rank), config.world);
+    let request = JoinRequest {
+        job: config.job.clone(),
+        rank,
+        world,
+        host: config.host.clone(),
+        order: config.order,
+        mesh_addr,
+        max_packet_len_bytes: u32::try_from(port.capabilities().max_packet_len_bytes).unwrap_or(u32::MAX),
+    };
+    let lost = Arc::new(super::core::Lost::new(port.waker()));
+    let watch = Arc::clone(&lost);
+    let (session, membership) =
+        Session::join(config.controller, request, config.join_timeout, move |rank| watch.set(rank))?;
+    let place = Place::new(rank, world).map_err(|error| JoinError::Membership(error.to_string()))?;
+    let mesh = Mesh::new(place, JobToken(membership.mesh_token), listener, membership.mesh)?;
+    let situation = Situation {
+        ranks: world,
+        order: config.order,
+        tree: membership.tree.as_ref().map(|tree| tree.facts).map_err(Clone::clone),
+        table: membership.table,
+    };
+    let tree = match membership.tree {
+        Ok(tree) => {
+            if tree.parents.is_empty() || tree.window_max == 0 {
+                return Err(JoinError::Membership(format!("a tree with leaf {:?} but no way to it", tree.leaf)));
+            }
+            Some(TreeDriver::new(Endpoint::new(endpoint_config(&tree, membership.table.version)), port))
+        }
+        Err(why) => {
+            if world > 1 {
+                tracing::warn!(job = config.job, %rank, %why, "no tree: schedules only");
+            }
+            None
+        }
+    };
+    Ok(Core::new(config, situation, tree, mesh, session, lost))
+}
+
+fn endpoint_config(tree: &TreeMembership, table_version: u32) -> EndpointConfig {
+    let mut salt = [0; 4];
+    // Tells lives apart; without randomness the key, which differs by group, still does.
+    let _ = rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty());
+    EndpointConfig {
+        group: tree.group,
+        epoch: tree.epoch,
+        child: tree.child,
+        key: tree.key,
+        parents: tree.parents.clone(),
+        window_max: tree.window_max,
+        window_start: tree.window_start,
+        chunk_len_bytes: tree.chunk_len_bytes,
+        timers: tree.timers.into(),
+        table_version,
+        salt: u32::from_le_bytes(salt) ^ tree.key as u32,
+    }
+}
