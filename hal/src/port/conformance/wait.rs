@@ -89,8 +89,10 @@ fn no_wake_is_lost<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
     thread::scope(|scope| {
         scope.spawn(move || {
             for round in rounds {
-                // Meet the wait on its way to sleep, and, some hundred microseconds later, asleep.
+                // Meet the wait on its way to sleep, and asleep: on a core of its own the sleeper needs some hundred
+                // microseconds, on this thread's core it needs the core.
                 (0..1_u32 << (round % 16)).for_each(|_| std::hint::spin_loop());
+                (0..round % 61).for_each(|_| thread::yield_now());
                 wake();
             }
         });
