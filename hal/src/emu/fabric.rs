@@ -2,7 +2,7 @@
 //!
 //! A packet leaves when its sender's link is free and takes `len / bandwidth` to leave; it travels for the path's
 //! latency; then it queues for its receiver's link, which takes as long again, or is dropped when that queue is full
-//! (incast). Every maximum that a rule sets comes on top of the latency.
+//! (incast). A delay that a rule sets comes on top of the latency.
 //!
 //! Invariants:
 //! - `sent + duplicated == delivered + dropped + in_flight`, after every call;

@@ -108,6 +108,12 @@ pub enum Violation {
         /// What was found.
         found: usize,
     },
+    /// A wait went on although there was something to come back for.
+    #[error("{check}: a wait slept on although there was a reason to return")]
+    SleptOver {
+        /// Which check found it.
+        check: &'static str,
+    },
     /// A wait came back for another reason than there was.
     #[error("{check}: the wait returned {found:?} instead of {expected:?}")]
     Wake {

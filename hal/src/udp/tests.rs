@@ -10,7 +10,7 @@ struct UdpBed {
     addr: SocketAddr,
     config: UdpConfig,
     start: std::time::Instant,
-    /// Sockets that are bound, so that nobody else gets their ports, and closed again where that is wanted.
+    /// An address whose socket is closed again.
     gone: Option<SocketAddr>,
 }
 

@@ -3,12 +3,13 @@
 use super::{Ledger, Testbed, Violation, content, pair, put};
 use crate::port::{Addr, Port, RxToken, TxToken, WaitPort, Wake};
 use crate::time::Instant;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
 /// Long enough that only a lost wake-up can use it up.
-const FOREVER: Duration = Duration::from_secs(20);
+const FOREVER: Duration = Duration::from_secs(30);
 
 /// How often two threads wake each other.
 const ROUNDS: u32 = 2000;
@@ -80,23 +81,32 @@ fn a_wake_ends_one_wait<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
 }
 
 fn no_wake_is_lost<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
-    let (mut a, _b) = pair(bed);
-    let wake = bed.waker(&a);
+    let check = "no wake is lost";
+    let (mut a, mut b) = pair(bed);
+    let (wake, to_a, now) = (bed.waker(&a), a.local_addr(), bed.now());
     let (go, rounds) = mpsc::channel::<u32>();
+    let rescued = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(move || {
             for round in rounds {
-                // Meet the wait at different moments of its way to sleep.
-                (0..round % 97 * 50).for_each(|_| std::hint::spin_loop());
+                // Meet the wait on its way to sleep, and asleep: on a core of its own the sleeper needs some hundred
+                // microseconds, on this thread's core it needs the core.
+                (0..1_u32 << (round % 16)).for_each(|_| std::hint::spin_loop());
+                (0..round % 61).for_each(|_| thread::yield_now());
                 wake();
             }
         });
+        let finished = rescue_later(scope, &rescued, move || send(&mut b, to_a, 0, now));
         for round in 0..ROUNDS {
             // The other thread ends when `go` is dropped.
             let _ = go.send(round);
-            expect("no wake is lost", Wake::Woken, a.wait(Some(FOREVER)))?;
+            let found = a.wait(None);
+            if rescued.load(Ordering::Acquire) {
+                return Err(Violation::SleptOver { check });
+            }
+            expect(check, Wake::Woken, found)?;
         }
-        drop(go);
+        drop((go, finished));
         Ok(())
     })
 }
@@ -104,26 +114,64 @@ fn no_wake_is_lost<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
 /// Two threads hand one packet back and forth, each asleep until it comes.
 fn no_packet_is_slept_over<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
     let (mut a, mut b) = pair(bed);
-    let (to_a, to_b) = (a.local_addr(), b.local_addr());
-    let now = bed.now();
+    let (to_a, to_b, now) = (a.local_addr(), b.local_addr(), bed.now());
+    let (wake_a, wake_b) = (bed.waker(&a), bed.waker(&b));
+    let rescued = AtomicBool::new(false);
     thread::scope(|scope| {
-        let other = scope.spawn(move || bounce(&mut b, to_a, false, now));
-        bounce(&mut a, to_b, true, now)?;
-        other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        let finished = rescue_later(scope, &rescued, move || {
+            wake_a();
+            wake_b();
+        });
+        let other = scope.spawn(|| bounce(&mut b, to_a, now, &rescued));
+        send(&mut a, to_b, 0, now);
+        let result = bounce(&mut a, to_b, now, &rescued);
+        if result.is_err() {
+            // The other side waits for a packet that does not come.
+            drop(finished);
+        }
+        result.and(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     })
 }
 
-fn bounce<P: WaitPort>(port: &mut P, to: Addr, serve: bool, now: Instant) -> Result<(), Violation> {
+/// Answer [`ROUNDS`] packets with one each.
+fn bounce<P: WaitPort>(port: &mut P, to: Addr, now: Instant, rescued: &AtomicBool) -> Result<(), Violation> {
+    let check = "no packet is slept over";
     for round in 0..ROUNDS {
-        if !(serve && round == 0) {
-            while port.receive(now).map(|token| token.consume(|_, _| ())).is_none() {
-                expect("no packet is slept over", Wake::Packet, port.wait(Some(FOREVER)))?;
+        while port.receive(now).map(|token| token.consume(|_, _| ())).is_none() {
+            let found = port.wait(None);
+            if rescued.load(Ordering::Acquire) {
+                return Err(Violation::SleptOver { check });
             }
+            expect(check, Wake::Packet, found)?;
         }
-        if let Some(token) = port.transmit(to, now) {
-            token.consume(|buffer| (put(buffer, &round.to_le_bytes()), ()));
-        }
-        port.flush(now);
+        send(port, to, round, now);
     }
     Ok(())
+}
+
+fn send<P: Port>(port: &mut P, to: Addr, round: u32, now: Instant) {
+    if let Some(token) = port.transmit(to, now) {
+        token.consume(|buffer| (put(buffer, &round.to_le_bytes()), ()));
+    }
+    port.flush(now);
+}
+
+/// End the sleep of whoever sleeps when the returned sender is dropped, or when [`FOREVER`] has passed first: then a
+/// wait that should have ended by itself did not, and `rescued` says so.
+///
+/// A wait with a timeout would hide that: at its end it looks around, and finds what it has slept over.
+fn rescue_later<'scope, 'env>(
+    scope: &'scope thread::Scope<'scope, 'env>,
+    rescued: &'scope AtomicBool,
+    mut rescue: impl FnMut() + Send + 'scope,
+) -> mpsc::Sender<()> {
+    let (finished, watch) = mpsc::channel();
+    scope.spawn(move || {
+        // Nothing is ever sent.
+        if let Err(end) = watch.recv_timeout(FOREVER) {
+            rescued.store(end == mpsc::RecvTimeoutError::Timeout, Ordering::Release);
+            rescue();
+        }
+    });
+    finished
 }
