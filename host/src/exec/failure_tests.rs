@@ -1,6 +1,6 @@
 //! Every way to fail: the error has a name, all ranks get it, nobody hangs.
 
-use super::frame::{HELLO_BYTES, Hello, HelloKind, VERSION};
+use super::frame::{AbortFrame, FrameKind, HEADER_BYTES, HELLO_BYTES, Header, Hello, HelloKind, VERSION};
 use super::tests::{BOTH, FAR, TOKEN, all_reduce, context, meshes, meshes_with, on_ranks};
 use super::*;
 use crate::coll::{Place, Schedule, dissemination, ring};
@@ -8,6 +8,7 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
@@ -233,6 +234,71 @@ fn an_interrupt_ends_the_operation_everywhere() {
         let error = ExecError::Interrupted { rank: Rank(1), reason: "the bell has rung".into() };
         assert_eq!(results, [Err(error.clone()), Err(error.clone()), Err(error)]);
     }
+}
+
+/// Ends the operation after a while, and tells the test that it has.
+struct Alarm {
+    at: Instant,
+    rung: mpsc::Sender<()>,
+}
+
+impl Interrupt for Alarm {
+    fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    fn check(&mut self) -> Result<(), ExecError> {
+        self.rung.send(()).expect("the test listens");
+        Err(ExecError::Interrupted { rank: Rank(0), reason: "alarm".into() })
+    }
+
+    fn wake_at(&self) -> Option<Instant> {
+        Some(self.at)
+    }
+}
+
+#[test]
+fn a_peer_in_the_middle_of_a_frame_gets_the_true_rest_before_the_abort() {
+    // Rank 1 is played by hand: it takes nothing until rank 0, its socket full, has failed.
+    let mut meshes = meshes(2);
+    let by_hand = meshes.pop().expect("rank 1");
+    let mut mesh = meshes.pop().expect("rank 0");
+    let count = 8 << 20;
+    let (rung, hear) = mpsc::channel();
+    thread::scope(|scope| {
+        let call = scope.spawn(move || {
+            let mut buf: Vec<u8> = (0..count as u32).flat_map(u32::to_le_bytes).collect();
+            let ctx = context(0, OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, count as u64), Path::Ring);
+            let mut alarm = Alarm { at: Instant::now() + Duration::from_millis(200), rung };
+            let (schedule, kernel) = (ring::all_reduce(mesh.place(), count), Kernel::new(Dtype::I32, ReduceOp::Sum));
+            execute(&mut mesh, &schedule, kernel.as_ref(), &mut buf, &ctx, &mut alarm)
+        });
+        by_hand.listener.set_nonblocking(false).expect("a socket");
+        let (mut stream, _) = by_hand.listener.accept().expect("rank 0 dials");
+        stream.read_exact(&mut [0; HELLO_BYTES]).expect("a hello");
+        stream.write_all(&by_hand.hello(HelloKind::Peer, Rank(0)).emit()).expect("small");
+        hear.recv().expect("the alarm rings");
+        let mut said = Vec::new();
+        stream.read_to_end(&mut said).expect("an end after the abort");
+        let error = call.join().expect("no panic").expect_err("the alarm");
+        let (mut at, mut next) = (0, 0_u32);
+        loop {
+            let header = said[at..at + HEADER_BYTES].try_into().expect("a whole header");
+            let Header { kind, len_bytes, .. } = Header::parse(Rank(0), &header).expect("a header where one belongs");
+            let payload = &said[at + HEADER_BYTES..at + HEADER_BYTES + len_bytes];
+            at += HEADER_BYTES + len_bytes;
+            if kind == FrameKind::Abort {
+                assert_eq!(AbortFrame::parse(Rank(0), payload), error);
+                break;
+            }
+            for element in payload.chunks(4) {
+                assert_eq!(element, next.to_le_bytes());
+                next += 1;
+            }
+        }
+        assert_eq!(at, said.len());
+        assert!(next > 0 && (next as usize) < count / 2, "the alarm rang in the middle");
+    });
 }
 
 #[test]
