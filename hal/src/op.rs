@@ -125,6 +125,14 @@ pub enum Path {
 }
 
 impl Path {
+    /// Every path.
+    pub const ALL: [Self; 5] = [Self::Tree, Self::Ring, Self::HalvingDoubling, Self::Dissemination, Self::Local];
+
+    /// Return the path of a wire number, if this version knows it.
+    pub fn from_wire(number: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|&path| path as u8 == number)
+    }
+
     /// Return the name used in tables, logs and options.
     pub const fn name(self) -> &'static str {
         match self {

@@ -170,7 +170,7 @@ impl Header {
         let optional = |number: u8| (number != 0).then_some(number);
         let dtype = optional(bytes[29]).map(|n| Dtype::from_wire(n).ok_or_else(|| refuse("dtype", n.into())));
         let op = optional(bytes[30]).map(|n| ReduceOp::from_wire(n).ok_or_else(|| refuse("operator", n.into())));
-        let path = [Path::Tree, Path::Ring, Path::HalvingDoubling].into_iter().find(|&path| path as u8 == bytes[31]);
+        let path = Path::from_wire(bytes[31]);
         let call = Call {
             rank,
             op_index: u64_at(bytes, 8),

@@ -1,0 +1,224 @@
+//! Controller, boards and communicators together, over real sockets, in one process: every part as it ships, only
+//! the process boundaries missing.
+
+use std::net::SocketAddr;
+use std::thread;
+use std::time::Duration;
+use sumac::controller::{Controller, ControllerConfig};
+use sumac::topo::{Fabric, LeafSpine};
+use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, OpDesc, Order, Path, ReduceOp};
+use sumac_firmware::emulated::{Board, BoardConfig};
+
+struct Cluster {
+    controller: Controller,
+    boards: Vec<Board>,
+}
+
+impl Cluster {
+    /// `leaves` devices with `hosts` hosts each.
+    fn start(leaves: usize, hosts: usize) -> Self {
+        let spines = usize::from(leaves > 1);
+        let fabric = Fabric::leaf_spine(LeafSpine { leaves, spines, hosts_per_leaf: hosts, cables: 1, rate: None });
+        let fabric = fabric.expect("a valid shape");
+        let names: Vec<String> = fabric.switches().iter().map(|switch| switch.name.clone()).collect();
+        let config = ControllerConfig { fabric: Some(fabric), ..ControllerConfig::new() };
+        let controller = Controller::start(config).expect("a controller on loopback");
+        let boards = names.into_iter().map(|name| board(name, controller.local_addr())).collect();
+        Self { controller, boards }
+    }
+
+    /// Run `rank` as every rank of a job, and return what each returned.
+    fn run<R: Send>(&self, job: &str, world: u32, configure: fn(&mut JoinConfig), rank: impl Fn(Communicator) -> R + Sync) -> Vec<R> {
+        let addr = self.controller.local_addr();
+        let run = |number| {
+            let mut config = JoinConfig::new(addr, job, number, world);
+            config.join_timeout = Duration::from_secs(20);
+            configure(&mut config);
+            rank(Communicator::join(config).expect("join"))
+        };
+        thread::scope(|scope| {
+            let ranks: Vec<_> = (0..world).map(|number| scope.spawn(move || run(number))).collect();
+            ranks.into_iter().map(|rank| rank.join().expect("a rank panicked")).collect()
+        })
+    }
+}
+
+fn board(name: String, controller: SocketAddr) -> Board {
+    let config = BoardConfig { slot_memory_bytes: 16 << 20, ..BoardConfig::new(name, controller) };
+    let board = Board::start(config).expect("a board on loopback");
+    assert!(board.wait_registered(Duration::from_secs(20)), "the controller does not answer");
+    board
+}
+
+fn plain(_: &mut JoinConfig) {}
+
+fn input(rank: u32, i: usize) -> i64 {
+    (i as i64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15_u64 as i64) ^ i64::from(rank).wrapping_mul(0x2545_f491_4f6c_dd1d)
+}
+
+fn expected(world: u32, i: usize) -> i64 {
+    (0..world).fold(0, |sum: i64, rank| sum.wrapping_add(input(rank, i)))
+}
+
+#[test]
+fn every_path_gives_the_sum() {
+    let cluster = Cluster::start(2, 2);
+    let paths = cluster.run("paths", 4, plain, |comm| {
+        let mut paths = Vec::new();
+        for algo in [Algo::Tree, Algo::Ring, Algo::HalvingDoubling, Algo::Auto] {
+            for count in [0, 1, 5, 4096, 100_001] {
+                let mut buffer: Vec<i64> = (0..count).map(|i| input(comm.rank(), i)).collect();
+                let options = CallOptions { algo: Some(algo), ..CallOptions::default() };
+                let outcome = comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &options).expect("all-reduce");
+                assert!(buffer.iter().enumerate().all(|(i, &x)| x == expected(4, i)), "{algo} x {count}");
+                paths.push(outcome.path);
+            }
+        }
+        comm.barrier().expect("barrier");
+        comm.leave();
+        paths
+    });
+    assert!(paths.windows(2).all(|pair| pair[0] == pair[1]), "ranks chose differently: {paths:?}");
+    assert!(paths[0][..5].iter().all(|&path| path == Path::Tree));
+    assert!(paths[0][5..10].iter().all(|&path| path == Path::Ring));
+}
+
+#[test]
+fn started_operations_overlap() {
+    let cluster = Cluster::start(1, 3);
+    cluster.run("started", 3, plain, |comm| {
+        let make = |k: usize| (0..1000).map(|i| input(comm.rank(), i + k)).collect::<Vec<i64>>();
+        let mut handles: Vec<_> = (0..20).map(|k| comm.start_all_reduce(make(k), ReduceOp::Sum).expect("start")).collect();
+        std::mem::forget(handles.remove(7));
+        while !handles[0].test() {
+            thread::yield_now();
+        }
+        for (k, handle) in (0..20).filter(|&k| k != 7).zip(handles) {
+            let (buffer, outcome) = handle.wait().expect("wait");
+            assert_eq!(outcome.path, Path::Tree);
+            assert!(buffer.iter().enumerate().all(|(i, &x)| x == expected(3, i + k)));
+        }
+        comm.leave();
+    });
+}
+
+#[test]
+fn communicators_share_devices() {
+    let cluster = Cluster::start(2, 2);
+    thread::scope(|scope| {
+        for job in ["a", "b", "c"] {
+            let cluster = &cluster;
+            scope.spawn(move || {
+                cluster.run(job, 4, plain, |comm| {
+                    for count in [1, 1000, 50_000] {
+                        let mut buffer: Vec<i64> = (0..count).map(|i| input(comm.rank(), i)).collect();
+                        comm.all_reduce(&mut buffer, ReduceOp::Sum).expect("all-reduce");
+                        assert!(buffer.iter().enumerate().all(|(i, &x)| x == expected(4, i)), "job {job}");
+                    }
+                    comm.leave();
+                });
+            });
+        }
+    });
+}
+
+#[test]
+fn different_calls_are_the_same_error_everywhere() {
+    let cluster = Cluster::start(2, 2);
+    let mixes: [fn(u32) -> (Algo, usize); 4] = [
+        |rank| (Algo::Tree, if rank == 2 { 1000 } else { 1001 }),
+        |rank| (if rank == 3 { Algo::Ring } else { Algo::Tree }, 1000),
+        |rank| (if rank == 1 { Algo::HalvingDoubling } else { Algo::Ring }, 5000),
+        |rank| (Algo::Ring, if rank == 0 { 1000 } else { 64 }),
+    ];
+    for (number, mix) in mixes.into_iter().enumerate() {
+        let errors = cluster.run(&format!("mismatch-{number}"), 4, plain, |comm| {
+            let (algo, count) = mix(comm.rank());
+            let options = CallOptions { algo: Some(algo), deadline: Some(Duration::from_secs(20)) };
+            let error = comm.all_reduce_with(&mut vec![0_i64; count], ReduceOp::Sum, &options).expect_err("a mismatch");
+            let again = comm.barrier().expect_err("the communicator is at its end");
+            assert!(matches!(again, Error::Ended(_)), "{again}");
+            error
+        });
+        assert!(errors.iter().all(|error| matches!(error, Error::Mismatch { .. })), "{number}: {errors:?}");
+        assert!(errors.windows(2).all(|pair| pair[0] == pair[1]), "{number}: {errors:?}");
+    }
+}
+
+#[test]
+fn without_devices_the_fallback_is_told() {
+    let controller = Controller::start(ControllerConfig::new()).expect("a controller on loopback");
+    let cluster = Cluster { controller, boards: Vec::new() };
+    cluster.run("fallback", 3, plain, |comm| {
+        let outcome = comm.all_reduce(&mut [1_i64], ReduceOp::Sum).expect("by a schedule");
+        assert_ne!(outcome.path, Path::Tree);
+        assert!(outcome.fallback.is_some_and(|why| why.contains("no device is connected")));
+        let options = CallOptions { algo: Some(Algo::Tree), ..CallOptions::default() };
+        let error = comm.all_reduce_with(&mut [1_i64], ReduceOp::Sum, &options).expect_err("no silent fallback");
+        assert!(matches!(error, Error::NotPossible(_)) && error.to_string().contains("no device"), "{error}");
+        assert_eq!(comm.barrier().expect("barrier").path, Path::Dissemination);
+        comm.leave();
+    });
+    assert!(cluster.boards.is_empty());
+}
+
+#[test]
+fn declared_order_gives_the_same_bits_by_every_path_that_keeps_it() {
+    let cluster = Cluster::start(2, 2);
+    let pairwise = |config: &mut JoinConfig| config.order = Order::TreePairwise;
+    let results = cluster.run("order", 4, pairwise, |comm| {
+        let value = |i: usize| (1.0 + i as f32 * 0.37) * 3_f32.powi(comm.rank() as i32 * 5 - 7);
+        let run = |algo| {
+            let mut buffer: Vec<f32> = (0..10_000).map(value).collect();
+            let options = CallOptions { algo: Some(algo), ..CallOptions::default() };
+            comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &options).map(|_| buffer)
+        };
+        let tree = run(Algo::Tree).expect("tree");
+        assert_eq!(tree, run(Algo::Tree).expect("tree again"));
+        assert_eq!(tree, run(Algo::HalvingDoubling).expect("halving-doubling keeps this order"));
+        let error = run(Algo::Ring).expect_err("ring does not");
+        assert!(error.to_string().contains("can't keep the declared order"), "{error}");
+        let explanation = comm.explain(&OpDesc::all_reduce(sumac::Dtype::F32, ReduceOp::Sum, 1), Algo::Auto);
+        assert!(explanation.to_string().contains("ring          ruled out"), "{explanation}");
+        comm.leave();
+        tree
+    });
+    assert!(results.windows(2).all(|pair| pair[0] == pair[1]));
+}
+
+#[test]
+fn a_rank_that_dies_is_named_to_the_others() {
+    let cluster = Cluster::start(1, 3);
+    let errors = cluster.run("death", 3, plain, |comm| {
+        comm.barrier().expect("all are there");
+        if comm.rank() == 1 {
+            return None;
+        }
+        comm.all_reduce(&mut vec![0_f32; 100_000], ReduceOp::Sum).err()
+    });
+    for error in [&errors[0], &errors[2]] {
+        assert_eq!(*error, Some(Error::RankLost { rank: sumac_hal::ids::Rank(1) }));
+    }
+    let status = sumac::controller::status(cluster.controller.local_addr()).expect("status");
+    assert!(status.jobs.is_empty(), "the job ended with its ranks: {:?}", status.jobs);
+    assert!(status.devices.iter().all(|device| device.stats.as_ref().is_ok_and(|stats| stats.groups == 0)));
+}
+
+#[test]
+fn a_device_that_stops_is_a_lost_path_and_no_hang() {
+    let mut cluster = Cluster::start(1, 2);
+    let board = cluster.boards.pop().expect("one board");
+    let stop = std::sync::Mutex::new(Some(board));
+    let errors = cluster.run("stop", 2, plain, |comm| {
+        comm.barrier().expect("all are there");
+        if comm.rank() == 0 {
+            drop(stop.lock().expect("not poisoned").take());
+        }
+        let options = CallOptions { algo: Some(Algo::Tree), deadline: Some(Duration::from_secs(30)) };
+        comm.all_reduce_with(&mut vec![0_f32; 100_000], ReduceOp::Sum, &options).err()
+    });
+    // Rank 1 may have finished its part of the barrier late; either way nobody hangs and nobody gets a sum.
+    for error in errors {
+        assert!(matches!(error, Some(Error::PathLost | Error::RankLost { .. })), "{error:?}");
+    }
+}
