@@ -289,7 +289,13 @@ impl Live<'_> {
         for i in 0..u64::from(count) {
             let local = from.saturating_add(i);
             let index = self.slot_index(local);
-            bits |= u64::from(self.is_in(child, local)) << i;
+            if self.is_in(child, local) {
+                bits |= 1 << i;
+            } else if self.group.window.cut(local, from.saturating_add(u64::from(count))) {
+                // The probe came behind what it asks about: what is not in by now is lost, and nobody else would
+                // notice if it was the last of a burst.
+                self.common.counters.window_cuts += 1;
+            }
             if self.slots[index].holds(local) && self.slots[index].state == State::Answered {
                 complete |= 1 << i;
                 if repr.bits & (1 << i) == 0 {

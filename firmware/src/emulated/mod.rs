@@ -65,7 +65,8 @@ impl BoardConfig {
             children: 4096,
             slots: 8192,
             slot_memory_bytes: 256 << 20,
-            udp: UdpConfig::default(),
+            // All children may send a window at once; the kernel cuts this to what it allows.
+            udp: UdpConfig { receive_buffer_bytes: 32 << 20, ..UdpConfig::default() },
             redial: Duration::from_millis(500),
         }
     }

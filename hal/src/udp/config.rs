@@ -52,7 +52,7 @@ impl Default for UdpConfig {
             send_buffer_bytes: 1 << 20,
             gso: Offload::Auto,
             gro: Offload::Auto,
-            spin: Duration::from_micros(5),
+            spin: Duration::ZERO,
         }
     }
 }

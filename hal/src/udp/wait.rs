@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// How often a wait yields before it sleeps.
-const YIELDS: u32 = 8;
+const YIELDS: u32 = 4;
 
 struct Shared {
     raised: AtomicBool,
