@@ -1,0 +1,213 @@
+#!/usr/bin/env python3
+"""Checks what the workspace depends on: licences, sources, and the direction of its own arrows.
+
+Licences: every crate that any member can pull in, on any platform, must be usable under a licence of ALLOWED.
+Sources:  every foreign crate comes from a registry, not from a branch of somebody's repository.
+Arrows:   every arrow ends in hal. `host` never names `device`, `device` never names `host`; neither names `hal::emu`
+          (boards, tests and the command do the composing); inside hal, `emu` knows nothing of `wire`. The manifests
+          say what a crate can name, ARROWS what it may; the sources are searched for what manifests can't show.
+
+    tests/deps.py              check; exit status 1 names every violation
+    tests/deps.py --features   print 'package feature' for each feature of each member, and 'package -' for none
+"""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# Permissive licences that go with MIT OR Apache-2.0 in source and binary form. Unicode-3.0 is that of the tables in
+# unicode-ident, which runs at build time only.
+ALLOWED = {
+    "0BSD",
+    "Apache-2.0",
+    "Apache-2.0 WITH LLVM-exception",
+    "BSD-2-Clause",
+    "BSD-3-Clause",
+    "BSL-1.0",
+    "CC0-1.0",
+    "ISC",
+    "MIT",
+    "MIT-0",
+    "Unicode-3.0",
+    "Unlicense",
+    "Zlib",
+}
+
+# Which members each member may depend on. A new member is an error until its place is stated here.
+ANY = None
+ARROWS = {
+    "sumac-hal": set(),
+    "sumac-device": {"sumac-hal"},
+    "sumac": {"sumac-hal"},
+    "sumac-firmware": {"sumac-hal", "sumac-device"},
+    "sumac-cli": ANY,
+    "sumac-tests": ANY,
+}
+
+# Features of hal that a member must not ask for: the emulated hardware, and for the device also std.
+FORBIDDEN_FEATURES = {"sumac": {"emu"}, "sumac-device": {"emu", "std", "udp"}}
+
+# (folder, what its code must not name, why).
+FORBIDDEN_NAMES = [
+    ("host/src", r"\bsumac_device\b|\bsumac_firmware\b", "host never names device"),
+    ("host/src", r"\bsumac_hal::(\{[^;]*\b)?emu\b", "host never names hal::emu"),
+    ("device/src", r"\bsumac::|\bsumac_firmware\b", "device never names host"),
+    ("device/src", r"\bsumac_hal::(\{[^;]*\b)?emu\b", "device never names hal::emu"),
+    ("hal/src/emu", r"\bcrate::(\{[^;]*\b)?wire\b|\bsuper::(super::)?wire\b", "hal::emu knows nothing of wire"),
+]
+
+# (file, what it must say, why).
+REQUIRED = [
+    ("device/src/lib.rs", r"^#!\[no_std\]", "the device's runtime is no_std"),
+    ("device/src/lib.rs", r"^#!\[forbid\(unsafe_code\)\]", "the device's runtime has no unsafe code"),
+    ("hal/src/lib.rs", r"^#!\[(no_std|cfg_attr\(not\(.*\), no_std\))\]", "hal is no_std unless asked otherwise"),
+]
+
+
+def usable(expression):
+    """Tell whether an SPDX licence expression (SPDX 2.3, annex D) can be met within ALLOWED.
+
+    >>> usable("MIT"), usable("GPL-3.0-only"), usable("MIT/Apache-2.0")
+    (True, False, True)
+    >>> usable("GPL-2.0-only OR MIT"), usable("MIT AND GPL-2.0-only")
+    (True, False)
+    >>> usable("(MIT OR Apache-2.0) AND Unicode-3.0"), usable("MIT OR GPL-2.0-only AND ISC")
+    (True, True)
+    >>> usable("(MIT OR Apache-2.0) AND OpenSSL"), usable("Apache-2.0 WITH LLVM-exception OR GPL-2.0-only")
+    (False, True)
+    >>> usable("GPL-2.0-only WITH Classpath-exception-2.0"), usable(""), usable("MIT OR"), usable("MIT ISC")
+    (False, False, False, False)
+    """
+    # A slash is how old manifests wrote OR.
+    tokens = re.findall(r"[()]|[^\s()]+", expression.replace("/", " OR "))
+
+    def take():
+        return tokens.pop(0) if tokens else ""
+
+    def either():
+        met = both()
+        while tokens[:1] == ["OR"]:
+            take()
+            met = both() or met
+        return met
+
+    def both():
+        met = single()
+        while tokens[:1] == ["AND"]:
+            take()
+            met = single() and met
+        return met
+
+    def single():
+        token = take()
+        if token in ("", ")", "AND", "OR", "WITH"):
+            raise ValueError(f"'{token}' is not a licence")
+        if token == "(":
+            met = either()
+            return take() == ")" and met
+        if tokens[:1] == ["WITH"]:
+            token = f"{token} {take()} {take()}"
+        return token in ALLOWED
+
+    try:
+        return either() and not tokens
+    except ValueError:
+        return False
+
+
+def metadata(*options):
+    command = ["cargo", "metadata", "--format-version", "1", *options]
+    return json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def members(data):
+    ids = set(data["workspace_members"])
+    return [package for package in data["packages"] if package["id"] in ids]
+
+
+def foreign_crates(data, own):
+    """Yield what is wrong with crates of others."""
+    for package in data["packages"]:
+        name = f"{package['name']} {package['version']}"
+        licence = package["license"] or ""
+        if not usable(licence):
+            yield f"{name}: licence '{licence or 'not stated'}' is not allowed; replace the crate, or argue for ALLOWED"
+        source = package["source"]
+        if source is None and package["name"] not in own:
+            yield f"{name}: comes from a path outside the workspace"
+        if source is not None and not source.startswith("registry+"):
+            yield f"{name}: comes from '{source}'; depend on a release in a registry"
+
+
+def manifests(packages, own):
+    """Yield where a manifest breaks the dependency rule, in any kind of dependency."""
+    for package in packages:
+        name = package["name"]
+        if name not in ARROWS:
+            yield f"{name}: a new member; state in ARROWS what it may depend on"
+            continue
+        allowed = ARROWS[name]
+        for dependency in package["dependencies"]:
+            to = dependency["name"]
+            if to in own and allowed is not ANY and to not in allowed:
+                yield f"{name} depends on {to}; it may depend on {', '.join(sorted(allowed)) or 'no member'}"
+            bad = FORBIDDEN_FEATURES.get(name, set()) & set(dependency["features"])
+            if to == "sumac-hal" and bad:
+                yield f"{name} asks for hal's feature '{', '.join(sorted(bad))}', which is not its to name"
+
+
+def strip_comments(text):
+    """Blank out Rust's line comments, so that documentation may name what code may not.
+
+    >>> strip_comments("a // b\\n//! c\\nd")
+    'a \\n\\nd'
+    """
+    return re.sub(r"//[^\n]*", "", text)
+
+
+def sources():
+    """Yield where a source file breaks the dependency rule or lacks what it must say."""
+    for folder, pattern, why in FORBIDDEN_NAMES:
+        for path in sorted((ROOT / folder).rglob("*.rs")):
+            text = strip_comments(path.read_text(encoding="utf-8"))
+            for match in re.finditer(pattern, text):
+                line = text.count("\n", 0, match.start()) + 1
+                yield f"{path.relative_to(ROOT)}:{line}: names '{match.group()}': {why}"
+    for file, pattern, why in REQUIRED:
+        if not re.search(pattern, (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE):
+            yield f"{file}: does not match '{pattern}': {why}"
+
+
+def print_features():
+    for package in sorted(members(metadata("--no-deps")), key=lambda package: package["name"]):
+        print(package["name"], "-")
+        for feature in sorted(package["features"]):
+            if feature != "default":
+                print(package["name"], feature)
+
+
+def main():
+    if sys.argv[1:] == ["--features"]:
+        print_features()
+        return 0
+    if sys.argv[1:]:
+        print(__doc__, file=sys.stderr)
+        return 2
+    data = metadata("--all-features", "--locked")
+    packages = members(data)
+    own = {package["name"] for package in packages}
+    found = [*foreign_crates(data, own), *manifests(packages, own), *sources()]
+    for violation in found:
+        print(violation)
+    licences = sorted({package["license"] or "" for package in data["packages"]})
+    print(f"{len(data['packages'])} crates, {len(own)} of them own; {len(found)} violations; licences:")
+    print("  " + "\n  ".join(licences))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
