@@ -102,7 +102,8 @@ fn answers_are_sent_again_as_often_as_the_child_has_earned() {
 fn strangers_get_an_echo_and_not_too_many() {
     let mut rig = Rig::new(Setup::default());
     let stranger = Addr::Emu(500);
-    let cases: [(NakReason, fn(&mut Repr)); 2] = [
+    type Change = fn(&mut Repr);
+    let cases: [(NakReason, Change); 2] = [
         (NakReason::UnknownGroup, |repr| repr.group = GroupId(99)),
         (NakReason::WrongEpoch, |repr| repr.epoch = Epoch { term: 0, counter: 9 }),
     ];
