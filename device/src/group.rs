@@ -7,6 +7,7 @@ use sumac_hal::ctrl::GroupConfig;
 use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::op::OpDesc;
 use sumac_hal::port::Addr;
+use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::Uplink;
 use sumac_hal::wire::NakReason;
@@ -139,6 +140,13 @@ impl Group {
 
     pub(crate) fn has_output(&self) -> bool {
         !self.up.is_empty() || !self.down.is_empty()
+    }
+
+    /// Tell whether answers of the parent still matter: always, or, when the group has failed, as long as there are
+    /// chunks before the failure.
+    pub(crate) fn waits_for_parent(&self, shard: Shard) -> bool {
+        let Some(parent) = &self.parent else { return false };
+        self.failed.is_none_or(|failure| parent.hop.answered_below() < shard.below(failure.from))
     }
 
     /// Return the window to grant: this node's and its parent's, whichever is less.

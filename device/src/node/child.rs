@@ -113,8 +113,9 @@ impl Live<'_> {
         let slot = &self.slots[index];
         let first = slot.op;
         let refusal = if repr.kind == Kind::Nak {
-            let ops = unpack_op(repr.bits2).map(|other| (op, other));
-            Some((repr.reason.unwrap_or(NakReason::Mismatch), ops))
+            // Ranks need two operations to name the error; one that this version does not know can't be passed on.
+            let other = unpack_op(repr.bits2).unwrap_or(op);
+            Some((repr.reason.unwrap_or(NakReason::Mismatch), Some((op, other))))
         } else if repr.signature != slot.signature || op != first {
             Some((NakReason::Mismatch, Some((first, op))))
         } else if !supported(&op) {

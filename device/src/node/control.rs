@@ -183,7 +183,7 @@ impl Node<'_> {
         let parent = tree.parent.as_ref().map(|parent| Parent {
             addr: parent.data_addrs[usize::from(shard.index())],
             child: parent.child,
-            hop: Uplink::new(config.timers.into(), token ^ 1),
+            hop: Uplink::new(config.timers.into(), token ^ 1 << 31),
             window: config.window_max,
             stable: ChunkNo(0),
         });

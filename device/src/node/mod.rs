@@ -23,6 +23,8 @@
 mod child;
 mod control;
 mod parent;
+#[cfg(test)]
+mod tests;
 mod transmit;
 
 use crate::group::{Child, Failure, Group};
@@ -230,9 +232,10 @@ impl<'m> Node<'m> {
     /// Return when [`Node::handle_timeout`] is to be called next, if nothing arrives before.
     pub fn poll_timeout(&self) -> Option<Instant> {
         let groups = self.storage.groups.iter().flatten();
+        let shard = self.common.config.shard;
         groups
             .map(|group| {
-                let hop = group.parent.as_ref().filter(|_| group.failed.is_none());
+                let hop = group.parent.as_ref().filter(|_| group.waits_for_parent(shard));
                 hop.and_then(|parent| parent.hop.timeout()).map_or(group.lease_until, |at| at.min(group.lease_until))
             })
             .min()

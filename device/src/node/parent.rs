@@ -130,10 +130,10 @@ impl Live<'_> {
 
     /// Do what is due on the way to the parent: probe, or give it up.
     pub(super) fn poll_parent(&mut self, now: Instant) {
-        if self.group.failed.is_some() {
+        let shard = self.shard();
+        if !self.group.waits_for_parent(shard) {
             return;
         }
-        let shard = self.shard();
         let Some(Parent { hop, .. }) = &mut self.group.parent else { return };
         if hop.is_dead(now) {
             let from = shard.global(hop.answered_below());

@@ -9,6 +9,8 @@
 //! - `have` is moved past a chunk only when its result is in the caller's buffer;
 //! - an input byte is overwritten only by its own chunk's result, after which that input is not needed any more;
 //! - payload is sent a second time only when the node says that it is missing;
+//! - an error that the tree tells at chunk k ends the group when every chunk below k has landed, not before: until
+//!   then other ranks may need this one's contributions, and all ranks end at the same chunk with the same error;
 //! - what comes from elsewhere than the node, or does not match what was asked, is dropped and counted.
 
 mod ops;
@@ -146,6 +148,8 @@ pub struct Endpoint {
     replies: VecDeque<(Addr, Repr)>,
     /// Seqs to send again.
     again: VecDeque<u64>,
+    /// The tree's word that it ends at this seq, the lowest that was heard of, while chunks below are still open.
+    ending: Option<(u64, EndpointError)>,
     failed: Option<EndpointError>,
     failure_told: bool,
     stats: EndpointStats,
@@ -168,6 +172,7 @@ impl Endpoint {
             stable: ChunkNo(0),
             replies: VecDeque::new(),
             again: VecDeque::with_capacity(MAX_WINDOW as usize),
+            ending: None,
             failed: None,
             failure_told: false,
             stats: EndpointStats::default(),
@@ -217,6 +222,9 @@ impl Endpoint {
     /// Do what is due at `now`: probe, or give the path up.
     pub fn handle_timeout(&mut self, now: Instant) {
         for index in 0..self.hops.len() {
+            if !self.waits_for(index) {
+                continue;
+            }
             let hop = &mut self.hops[index];
             if hop.is_dead(now) {
                 return self.fail(EndpointError::PathLost);
@@ -236,7 +244,7 @@ impl Endpoint {
         if self.failed.is_some() {
             return None;
         }
-        self.hops.iter().filter_map(Uplink::timeout).min()
+        (0..self.hops.len()).filter(|&index| self.waits_for(index)).filter_map(|index| self.hops[index].timeout()).min()
     }
 
     /// Return the next event: completions in the order of completion, a failure once and last.
@@ -299,21 +307,32 @@ impl Endpoint {
         Some(self.contribute(seq, buffers, buffer, now))
     }
 
-    /// Forget what was to be sent again but has its answer by now.
+    /// Forget what was to be sent again but has its answer by now, or will have none.
     fn drop_answered(&mut self) {
         while let Some(&seq) = self.again.front() {
             let index = self.shard_of(seq);
             let local = self.shard(index).below(ChunkNo(seq));
-            if !self.hops[index].is_answered(local) {
+            if seq < self.end() && !self.hops[index].is_answered(local) {
                 return;
             }
             self.again.pop_front();
         }
     }
 
+    /// Return the seq before which answers are to be had: the end of what was posted, or where the tree ends.
+    fn end(&self) -> u64 {
+        self.ending.map_or(self.ops.end(), |(at, _)| at)
+    }
+
+    /// Tell whether a shard still owes answers that are to be had.
+    fn waits_for(&self, index: usize) -> bool {
+        let first = self.shard(index).global(self.hops[index].answered_below());
+        self.ending.is_none_or(|(at, _)| first.0 < at)
+    }
+
     /// Return the next seq to send for the first time, if the window allows it.
     fn next_in_window(&self) -> Option<u64> {
-        let limit = self.ops.end().min(self.have().0 + u64::from(self.window()));
+        let limit = self.end().min(self.have().0 + u64::from(self.window()));
         (self.next < limit).then_some(self.next)
     }
 
@@ -356,6 +375,23 @@ impl Endpoint {
 
     fn shard(&self, index: usize) -> Shard {
         Shard::new(index as u16, self.hops.len() as u16).expect("checked in new")
+    }
+
+    /// The tree says that it has no answer to `seq` and whatever follows.
+    fn end_at(&mut self, seq: u64, error: EndpointError) {
+        if self.ending.is_none_or(|(earlier, _)| seq < earlier) {
+            self.ending = Some((seq, error));
+        }
+        self.settle();
+    }
+
+    /// Fail if the tree ends here: every chunk below has landed.
+    fn settle(&mut self) {
+        if let Some((at, error)) = self.ending
+            && self.have().0 >= at
+        {
+            self.fail(error);
+        }
     }
 
     fn fail(&mut self, error: EndpointError) {

@@ -1,6 +1,6 @@
 //! What comes down from the leaf node.
 
-use super::{Buffers, Endpoint, terminal};
+use super::{Buffers, Endpoint, EndpointError, terminal};
 use sumac_hal::ids::ChunkNo;
 use sumac_hal::port::Addr;
 use sumac_hal::time::Instant;
@@ -71,6 +71,7 @@ impl Endpoint {
         assert!(self.hops[index].on_answer(local, now), "a chunk lands once");
         self.ops.landed(seq);
         self.ask_for_gaps(index);
+        self.settle();
         Some(())
     }
 
@@ -101,7 +102,7 @@ impl Endpoint {
         }
         self.hops[index].on_heard(now);
         if matches!(reason, NakReason::Missing | NakReason::Resend) {
-            let in_flight = (self.have()..ChunkNo(self.next)).contains(&repr.seq);
+            let in_flight = (self.have()..ChunkNo(self.next.min(self.end()))).contains(&repr.seq);
             let local = self.shard(index).local(repr.seq)?;
             if in_flight && !self.hops[index].is_answered(local) && !self.again.contains(&repr.seq.0) {
                 self.again.push_back(repr.seq.0);
@@ -109,7 +110,12 @@ impl Endpoint {
             return Some(());
         }
         let ops = repr.op_desc().zip(unpack_op(repr.bits2));
-        self.fail(terminal(reason, ops)?);
+        match terminal(reason, ops)? {
+            // Nothing more is to be had from a node that does not know the group.
+            EndpointError::GroupLost => self.fail(EndpointError::GroupLost),
+            // What was never sent can't have been refused: a number beyond is taken for the next.
+            error => self.end_at(repr.seq.0.min(self.next), error),
+        }
         Some(())
     }
 }

@@ -1,135 +1,62 @@
-//! One run: the event loop and its checks.
+//! One run: the event loop.
+//!
+//! Only who was touched by an event (a packet, a call, a timer) is asked for output afterwards, and in a fixed order,
+//! so that a run of 256 ranks costs little more an event than one of two.
 
-use super::net::Fabric;
-use super::options::{Draw, Options};
-use super::wiring::{Wiring, node_addr, owner, rank_addr, slots_per_shard};
-use crate::oracle::{expected, input};
-use std::collections::BTreeMap;
+use super::attack::Attacker;
+use super::incident::Alarm;
+use super::options::Options;
+use super::report::{Report, Violation};
+use super::scenario::Scenario;
+use super::setup::{Member, Tables, boot, draw_posts, install};
+use super::wiring::{EPOCH, Owner, Wiring, count_nodes, node_addr, owner, rank_addr};
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use sumac::endpoint::{Buffers, Endpoint, EndpointError, Event, OpId};
-use sumac_device::{Child, Group, Node, NodeConfig, Slot, Storage};
-use sumac_hal::ctrl::{Counters, Order, Request, Response, TreeConfig};
-use sumac_hal::ids::BootId;
-use sumac_hal::op::{OpDesc, Path, ReduceOp};
-use sumac_hal::shard::Shard;
+use sumac::endpoint::Event;
+use sumac_device::Node;
+use sumac_hal::ctrl::Counters;
+use sumac_hal::emu::{Fabric, RandomFaults};
+use sumac_hal::ids::Epoch;
+use sumac_hal::op::Path;
 use sumac_hal::time::Instant;
-use thiserror::Error;
 
-/// What went wrong.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum Violation {
-    /// A rank has another result than the oracle.
-    #[error("group {group} rank {rank} operation {op}: element {element} is {found:02x?}, expected {expected:02x?}")]
-    Wrong {
-        /// The group's index.
-        group: usize,
-        /// The rank.
-        rank: usize,
-        /// The operation's index.
-        op: usize,
-        /// The first wrong element.
-        element: usize,
-        /// Its bytes.
-        found: Vec<u8>,
-        /// The oracle's.
-        expected: Vec<u8>,
-    },
-    /// Nothing happens any more, or it takes too long, and somebody still waits.
-    #[error("hang at {at:?}: {waiting} operations are not complete")]
-    Hang {
-        /// The virtual time.
-        at: Duration,
-        /// Operations without an answer.
-        waiting: usize,
-    },
-    /// A rank was told of an error that nobody injected.
-    #[error("group {group} rank {rank} failed: {error}")]
-    Failed {
-        /// The group's index.
-        group: usize,
-        /// The rank.
-        rank: usize,
-        /// What it was told.
-        error: EndpointError,
-    },
-    /// An operation completed twice or out of order.
-    #[error("group {group} rank {rank}: completion {found} came where {expected} was due")]
-    Completion {
-        /// The group's index.
-        group: usize,
-        /// The rank.
-        rank: usize,
-        /// What came.
-        found: u64,
-        /// What was due.
-        expected: u64,
-    },
-    /// A device refused a valid request.
-    #[error("node {node} refused: {response}")]
-    Refused {
-        /// The node's index.
-        node: usize,
-        /// What it said.
-        response: String,
-    },
+/// Calls still to be made: (when, number) to (rank, group, operation).
+pub(super) type Posts = BTreeMap<(Instant, u64), (usize, usize, usize)>;
+
+/// Whoever sends packets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Actor {
+    Node { device: usize, shard: usize },
+    Rank { rank: usize, group: usize },
 }
 
-/// What a run did.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Report {
-    /// Hash over every delivery: equal for equal seeds.
-    pub log_hash: u64,
-    /// Virtual time until the last answer.
-    pub took: Duration,
-    /// Packets sent by all.
-    pub packets: u64,
-    /// The devices' counters, added up.
-    pub counters: Counters,
-    /// Contributions that ranks sent again.
-    pub retransmits: u64,
+/// A device, and the memory of its next life.
+pub(super) struct Device<'m> {
+    pub(super) shards: Vec<Node<'m>>,
+    pub(super) spare: Vec<&'m mut Tables>,
+    pub(super) alive: bool,
 }
 
-/// A rank's buffers in one group, by operation.
-struct Memory {
-    buffers: Vec<Vec<u8>>,
-}
-
-impl Buffers for Memory {
-    fn input(&self, op: OpId) -> &[u8] {
-        &self.buffers[op.0 as usize]
-    }
-
-    fn output(&mut self, op: OpId) -> &mut [u8] {
-        &mut self.buffers[op.0 as usize]
-    }
-}
-
-struct Member {
-    endpoint: Endpoint,
-    memory: Memory,
-    /// Completions seen.
-    done: u64,
-}
-
-struct Tables {
-    groups: Vec<Option<Group>>,
-    trees: Vec<Option<TreeConfig>>,
-    children: Vec<Child>,
-    slots: Vec<Slot>,
-    bytes: Vec<u8>,
-}
-
-struct Cluster<'o, 'm> {
-    options: &'o Options,
-    fabric: Fabric,
-    nodes: Vec<Vec<Node<'m>>>,
+pub(super) struct Cluster<'o, 'm> {
+    pub(super) options: &'o Options,
+    pub(super) wirings: &'o [Wiring],
+    pub(super) fabric: Fabric,
+    pub(super) devices: Vec<Device<'m>>,
     /// By rank, then group.
-    members: Vec<Vec<Member>>,
-    /// Operations still to be posted: (when, rank, group), in order.
-    posts: BTreeMap<(Instant, u64), (usize, usize, OpDesc)>,
-    now: Instant,
+    pub(super) members: Vec<Vec<Member>>,
+    pub(super) posts: Posts,
+    pub(super) alarms: BTreeMap<(Instant, u64), Alarm>,
+    pub(super) attacker: Attacker,
+    pub(super) epoch: Epoch,
+    pub(super) now: Instant,
+    pub(super) touched: BTreeSet<Actor>,
+    timers: BTreeSet<(Instant, Actor)>,
+    timer_of: BTreeMap<Actor, Instant>,
     buffer: Vec<u8>,
+    ended_at: Instant,
+    in_flight_most: u64,
+    /// Counters of lives that are over.
+    pub(super) past: Counters,
 }
 
 /// Run a cluster to its end.
@@ -137,254 +64,254 @@ struct Cluster<'o, 'm> {
 /// # Errors
 /// The first [`Violation`].
 pub fn run(options: &Options) -> Result<Report, Violation> {
-    let wiring = Wiring::new(options);
+    let count = options.trees.iter().map(count_nodes).max().unwrap_or(0);
+    let wirings: Vec<Wiring> = (0..options.trees.len()).map(|tree| Wiring::new(options, tree, count)).collect();
     let shards = usize::from(options.shards);
     let mut tables: Vec<Tables> =
-        (0..wiring.nodes.len() * shards).map(|i| tables(options, wiring.nodes[i / shards].children)).collect();
+        (0..count * shards * 2).map(|i| Tables::new(options, &wirings, i / (2 * shards))).collect();
     let mut lent = tables.iter_mut();
-    let nodes = (0..wiring.nodes.len())
-        .map(|node| {
-            (0..options.shards)
-                .map(|shard| new_node(options, &wiring, node, shard, lent.next().expect("one each")))
-                .collect()
-        })
-        .collect::<Result<Vec<Vec<_>>, _>>()?;
-    let members = (0..options.ranks)
-        .map(|rank| (0..options.groups).map(|group| new_member(options, &wiring, rank, group)).collect())
-        .collect();
-    let f = options.faults;
-    let faults = super::net::RandomFaults {
-        loss: f.loss,
-        duplicate: f.duplicate,
-        reorder: f.reorder,
-        corrupt: f.corrupt,
-        delay_max: f.delay_max,
-    };
-    let fabric = Fabric::new(options.seed, faults);
+    let mut devices = Vec::new();
+    for device in 0..count {
+        let mut booted = Vec::new();
+        for shard in 0..options.shards {
+            let mut node = boot(options, device, shard, 0, lent.next().expect("two lives each"));
+            install(&mut node, options, &wirings, device, EPOCH, Instant::ZERO)?;
+            booted.push(node);
+        }
+        devices.push(Device { shards: booted, spare: lent.by_ref().take(shards).collect(), alive: true });
+    }
+    let mut fabric = Fabric::new(options.seed, options.link);
+    fabric.add_rule(RandomFaults::from(options.faults));
     let mut cluster = Cluster {
         options,
+        wirings: &wirings,
         fabric,
-        nodes,
-        members,
-        posts: draw_posts(options),
+        devices,
+        members: Vec::new(),
+        posts: BTreeMap::new(),
+        alarms: BTreeMap::new(),
+        attacker: Attacker::new(options.seed),
+        epoch: EPOCH,
         now: Instant::ZERO,
-        buffer: vec![0; 65536],
+        touched: BTreeSet::new(),
+        timers: BTreeSet::new(),
+        timer_of: BTreeMap::new(),
+        buffer: vec![0; 65_536],
+        ended_at: Instant::ZERO,
+        in_flight_most: 0,
+        past: Counters::default(),
     };
+    cluster.begin();
+    cluster.schedule_scenario();
     cluster.drive()?;
     cluster.check()?;
     Ok(cluster.report())
 }
 
-fn tables(options: &Options, children: u16) -> Tables {
-    let slots = usize::from(slots_per_shard(options)) * options.groups;
-    let stages = options.order.stages(children);
-    Tables {
-        groups: (0..options.groups).map(|_| None).collect(),
-        trees: vec![None; 1],
-        children: vec![Child::EMPTY; usize::from(children) * options.groups],
-        slots: vec![Slot::EMPTY; slots],
-        bytes: vec![0; slots * stages * usize::from(options.chunk_len_bytes)],
-    }
-}
-
-fn new_node<'m>(
-    options: &Options,
-    wiring: &Wiring,
-    node: usize,
-    shard: u16,
-    tables: &'m mut Tables,
-) -> Result<Node<'m>, Violation> {
-    let config = NodeConfig {
-        shard: Shard::new(shard, options.shards).expect("drawn within limits"),
-        boot_id: BootId(options.seed ^ node as u64),
-        max_packet_len_bytes: 2048,
-        receive_buffer_bytes: 1 << 20,
-    };
-    let storage = Storage {
-        groups: &mut tables.groups,
-        trees: &mut tables.trees,
-        children: &mut tables.children,
-        slots: &mut tables.slots,
-        bytes: &mut tables.bytes,
-    };
-    let mut device = Node::new(config, storage);
-    let groups = (0..options.groups).map(|group| Request::CreateGroup(wiring.group(options, node, group)));
-    for request in std::iter::once(Request::InstallTree(wiring.tree(node, options.shards))).chain(groups) {
-        let response = device.control(&request, Instant::ZERO);
-        if response != Response::Done {
-            return Err(Violation::Refused { node, response: format!("{response:?}") });
-        }
-    }
-    Ok(device)
-}
-
-fn new_member(options: &Options, wiring: &Wiring, rank: usize, group: usize) -> Member {
-    let buffers = options.ops[group].iter().enumerate();
-    let buffers =
-        buffers.map(|(op, desc)| (0..desc.count).flat_map(|i| element(options, group, rank, op, i)).collect());
-    Member {
-        endpoint: Endpoint::new(wiring.endpoint(options, rank, group)),
-        memory: Memory { buffers: buffers.collect() },
-        done: 0,
-    }
-}
-
-fn element(options: &Options, group: usize, rank: usize, op: usize, i: u64) -> Vec<u8> {
-    let desc = &options.ops[group][op];
-    let dtype = desc.dtype.expect("only operations with elements are asked");
-    let exact = options.order == Order::Arrival && desc.op == Some(ReduceOp::Sum);
-    input(dtype, exact, &[options.seed, group as u64, rank as u64, op as u64, i])
-}
-
-/// Ranks post in order, each a little late.
-fn draw_posts(options: &Options) -> BTreeMap<(Instant, u64), (usize, usize, OpDesc)> {
-    let mut draw = Draw::new(options.seed ^ 0x706f_7374);
-    let mut posts = BTreeMap::new();
-    let mut number = 0;
-    for rank in 0..options.ranks {
-        for (group, ops) in options.ops.iter().enumerate() {
-            let mut at = Instant::ZERO;
-            for desc in ops {
-                let late = draw.below(options.skew_max.as_nanos() as u64 + 1);
-                at = at + Duration::from_nanos(late);
-                number += 1;
-                posts.insert((at, number), (rank, group, *desc));
-            }
-        }
-    }
-    posts
-}
-
 impl Cluster<'_, '_> {
+    /// Let all ranks begin their calls in the present epoch.
+    pub(super) fn begin(&mut self) {
+        let (options, epoch) = (self.options, self.epoch);
+        let wiring = |group: usize| &self.wirings[options.tree(group)];
+        let groups = options.groups.len();
+        let member = |rank, group| Member::new(options, wiring(group), rank, group, epoch);
+        self.members = (0..options.ranks).map(|rank| (0..groups).map(|group| member(rank, group)).collect()).collect();
+        self.posts = draw_posts(options, self.now);
+    }
+
+    /// Run until every rank has its end and nothing is left to happen.
     fn drive(&mut self) -> Result<(), Violation> {
         while self.waiting() > 0 {
             let Some(next) = self.next_event().filter(|&at| at - Instant::ZERO < TIME_LIMIT) else {
-                return Err(Violation::Hang { at: self.now - Instant::ZERO, waiting: self.waiting() });
+                return Err(self.hang());
             };
-            self.now = self.now.max(next);
-            self.post_due();
-            self.deliver_due();
-            self.time_out_due();
-            self.send_all();
-            self.collect()?;
+            self.turn(next)?;
+        }
+        self.ended_at = self.now;
+        let end = self.now + SETTLE;
+        while let Some(next) = self.next_event().filter(|&at| at < end) {
+            self.turn(next)?;
         }
         Ok(())
     }
 
+    /// Move the clock to the next event, and let everything happen that is due.
+    fn turn(&mut self, next: Instant) -> Result<(), Violation> {
+        self.now = self.now.max(next);
+        self.sound_alarms()?;
+        self.post_due();
+        self.deliver_due();
+        self.time_out_due();
+        self.ask_touched()?;
+        self.in_flight_most = self.in_flight_most.max(self.fabric.in_flight());
+        Ok(())
+    }
+
+    /// Count those without an end, once a group; a restart that is still to come makes everybody wait.
     fn waiting(&self) -> usize {
-        let ops: usize = self.options.ops.iter().map(Vec::len).sum();
-        let done: u64 = self.members.iter().flatten().map(|member| member.done).sum();
-        ops * self.options.ranks - done as usize
+        let waits = |group: usize, member: &Member| {
+            member.error.is_none() && member.done < self.options.groups[group].ops.len() as u64
+        };
+        let members = self.members.iter().flat_map(|members| members.iter().enumerate());
+        let pending = self.alarms.values().filter(|alarm| **alarm == Alarm::BeginAgain).count();
+        members.filter(|(group, member)| waits(*group, member)).count() + pending
+    }
+
+    fn hang(&self) -> Violation {
+        let members = self.members.iter().enumerate();
+        let mut open = members.flat_map(|(rank, members)| {
+            members.iter().enumerate().map(move |(group, member)| (rank, group, member)).filter(|(_, group, member)| {
+                member.error.is_none() && member.done < self.options.groups[*group].ops.len() as u64
+            })
+        });
+        let (rank, group, done) = open.next().map_or((0, 0, 0), |(rank, group, member)| (rank, group, member.done));
+        Violation::Hang { at: self.now - Instant::ZERO, waiting: self.waiting(), group, rank, done }
     }
 
     fn next_event(&self) -> Option<Instant> {
         let posts = self.posts.keys().next().map(|&(at, _)| at);
-        let nodes = self.nodes.iter().flatten().filter_map(Node::poll_timeout).min();
-        let ranks = self.members.iter().flatten().filter_map(|member| member.endpoint.poll_timeout()).min();
-        [posts, nodes, ranks, self.fabric.next_event()].into_iter().flatten().min()
+        let alarms = self.alarms.keys().next().map(|&(at, _)| at);
+        let timers = self.timers.first().map(|&(at, _)| at);
+        [posts, alarms, timers, self.fabric.next_event()].into_iter().flatten().min()
     }
 
     fn post_due(&mut self) {
         while let Some(entry) = self.posts.first_entry().filter(|entry| entry.key().0 <= self.now) {
-            let (rank, group, desc) = entry.remove();
-            self.members[rank][group].endpoint.post(desc, Path::Tree).expect("nothing has failed");
+            let (rank, group, op) = entry.remove();
+            let member = &mut self.members[rank][group];
+            let posted = member.endpoint.post(self.options.call(group, rank, op), Path::Tree);
+            assert!(posted.is_ok() || member.endpoint.error().is_some(), "{posted:?}");
+            self.touched.insert(Actor::Rank { rank, group });
         }
     }
 
+    /// Deliver a burst, as a board's loop takes it in before it sends again; the rest at the same time next turn.
     fn deliver_due(&mut self) {
-        while let Some(delivery) = self.fabric.poll_delivery(self.now) {
+        for _ in 0..BURST_PACKETS {
+            let Some(delivery) = self.fabric.poll_delivery(self.now) else { return };
             match owner(delivery.to) {
-                Ok((node, shard)) => self.nodes[node][shard].handle(delivery.from, &delivery.bytes, self.now),
-                Err((rank, group)) => {
-                    let member = &mut self.members[rank][group];
-                    member.endpoint.handle(delivery.from, &delivery.bytes, &mut member.memory, self.now);
+                Owner::Node { device, shard } => {
+                    if self.devices[device].alive {
+                        self.devices[device].shards[shard].handle(delivery.from, &delivery.bytes, self.now);
+                        self.touched.insert(Actor::Node { device, shard });
+                    }
                 }
+                Owner::Rank { rank, group } => {
+                    // The attacker's own group has no members.
+                    if let Some(member) = self.members[rank].get_mut(group) {
+                        member.endpoint.handle(delivery.from, &delivery.bytes, &mut member.memory, self.now);
+                        self.touched.insert(Actor::Rank { rank, group });
+                    }
+                }
+                Owner::Stranger => {}
+            }
+            if self.options.scenario == Scenario::Hostile {
+                self.attacker.overhear(delivery);
             }
         }
     }
 
     fn time_out_due(&mut self) {
-        for node in self.nodes.iter_mut().flatten() {
-            if node.poll_timeout().is_some_and(|at| at <= self.now) {
-                node.handle_timeout(self.now);
+        let due: Vec<Actor> =
+            self.timers.iter().take_while(|(at, _)| *at <= self.now).map(|&(_, actor)| actor).collect();
+        for actor in due {
+            match actor {
+                Actor::Node { device, shard } => self.devices[device].shards[shard].handle_timeout(self.now),
+                Actor::Rank { rank, group } => self.members[rank][group].endpoint.handle_timeout(self.now),
             }
-        }
-        for member in self.members.iter_mut().flatten() {
-            if member.endpoint.poll_timeout().is_some_and(|at| at <= self.now) {
-                member.endpoint.handle_timeout(self.now);
-            }
-        }
-    }
-
-    fn send_all(&mut self) {
-        for (i, node) in self.nodes.iter_mut().enumerate() {
-            for (shard, node) in node.iter_mut().enumerate() {
-                while let Some(sent) = node.poll_transmit(&mut self.buffer, self.now) {
-                    self.fabric.send(self.now, node_addr(i, shard as u16), sent.to, &self.buffer[..sent.len_bytes]);
-                }
-            }
-        }
-        for (rank, members) in self.members.iter_mut().enumerate() {
-            for (group, member) in members.iter_mut().enumerate() {
-                while let Some(sent) = member.endpoint.poll_transmit(&member.memory, &mut self.buffer, self.now) {
-                    self.fabric.send(self.now, rank_addr(rank, group), sent.to, &self.buffer[..sent.len_bytes]);
-                }
-            }
+            self.touched.insert(actor);
         }
     }
 
-    fn collect(&mut self) -> Result<(), Violation> {
-        for (rank, members) in self.members.iter_mut().enumerate() {
-            for (group, member) in members.iter_mut().enumerate() {
-                while let Some(event) = member.endpoint.poll_event() {
-                    match event {
-                        Event::Completed(id) if id.0 == member.done => member.done += 1,
-                        Event::Completed(id) => {
-                            return Err(Violation::Completion { group, rank, found: id.0, expected: member.done });
-                        }
-                        Event::Failed(error) => return Err(Violation::Failed { group, rank, error }),
-                        other => panic!("unknown event {other:?}"),
-                    }
-                }
+    /// Send what the touched have to send, and note when they want to be woken.
+    fn ask_touched(&mut self) -> Result<(), Violation> {
+        for actor in std::mem::take(&mut self.touched) {
+            let wake_at = match actor {
+                Actor::Node { device, shard } => self.ask_node(device, shard),
+                Actor::Rank { rank, group } => self.ask_rank(rank, group)?,
+            };
+            if let Some(at) = self.timer_of.remove(&actor) {
+                self.timers.remove(&(at, actor));
+            }
+            if let Some(at) = wake_at {
+                self.timers.insert((at, actor));
+                self.timer_of.insert(actor, at);
             }
         }
         Ok(())
     }
 
-    /// Compare every element of every operation at every rank with the oracle.
-    fn check(&self) -> Result<(), Violation> {
-        for (group, ops) in self.options.ops.iter().enumerate() {
-            for (op, desc) in ops.iter().enumerate() {
-                let (Some(dtype), Some(reduce)) = (desc.dtype, desc.op) else { continue };
-                let size = dtype.size_bytes();
-                for i in 0..desc.count as usize {
-                    let inputs = |rank| element(self.options, group, rank, op, i as u64);
-                    let expected = expected(&self.options.shape, self.options.order, dtype, reduce, &inputs);
-                    for (rank, members) in self.members.iter().enumerate() {
-                        let found = &members[group].memory.buffers[op][i * size..][..size];
-                        if found != expected {
-                            let found = found.to_vec();
-                            return Err(Violation::Wrong { group, rank, op, element: i, found, expected });
-                        }
-                    }
+    fn ask_node(&mut self, device: usize, shard: usize) -> Option<Instant> {
+        if !self.devices[device].alive {
+            return None;
+        }
+        let node = &mut self.devices[device].shards[shard];
+        let from = node_addr(device, shard as u16);
+        while let Some(sent) = node.poll_transmit(&mut self.buffer, self.now) {
+            self.fabric.send(self.now, from, sent.to, &self.buffer[..sent.len_bytes]);
+        }
+        while node.poll_event().is_some() {}
+        node.poll_timeout()
+    }
+
+    fn ask_rank(&mut self, rank: usize, group: usize) -> Result<Option<Instant>, Violation> {
+        let member = &mut self.members[rank][group];
+        let from = rank_addr(rank, group);
+        while let Some(sent) = member.endpoint.poll_transmit(&member.memory, &mut self.buffer, self.now) {
+            self.fabric.send(self.now, from, sent.to, &self.buffer[..sent.len_bytes]);
+        }
+        while let Some(event) = member.endpoint.poll_event() {
+            match event {
+                Event::Completed(id) if id.0 == member.done && member.error.is_none() => member.done += 1,
+                Event::Completed(id) => {
+                    return Err(Violation::Completion { group, rank, found: id.0, expected: member.done });
                 }
+                Event::Failed(error) => member.error = Some(error),
+                other => panic!("unknown event {other:?}"),
             }
         }
-        Ok(())
+        Ok(member.endpoint.poll_timeout())
     }
 
     fn report(&self) -> Report {
-        let mut counters = Counters::default();
-        self.nodes.iter().flatten().for_each(|node| counters.merge(node.counters()));
-        Report {
-            log_hash: self.fabric.hash,
-            took: self.now - Instant::ZERO,
-            packets: self.fabric.sent,
+        let mut counters = self.past;
+        let nodes = self.devices.iter().flat_map(|device| &device.shards);
+        nodes.for_each(|node| counters.merge(node.counters()));
+        let links = self.fabric.counters();
+        let mut report = Report {
+            log_hash: self.fabric.log_hash(),
+            took: self.ended_at - Instant::ZERO,
+            packets: links.sent,
+            in_flight_most: self.in_flight_most,
+            incast_drops: links.dropped_by_queue,
             counters,
-            retransmits: self.members.iter().flatten().map(|member| member.endpoint.stats().retransmits).sum(),
+            attacks: self.attacker.sent(),
+            ..Report::default()
+        };
+        for member in self.members.iter().flatten() {
+            let stats = member.endpoint.stats();
+            report.retransmits += stats.retransmits;
+            report.probes += stats.probes;
+            report.rank_drops += stats.dropped;
+            report.count_end(member.error);
         }
+        report
+    }
+
+    /// The most packets that were on their way at once.
+    pub(super) fn in_flight_most(&self) -> u64 {
+        self.in_flight_most
     }
 }
 
+/// What a port hands to its node in one go.
+const BURST_PACKETS: usize = 32;
+
 /// No run of these sizes needs this long, whatever the faults.
 const TIME_LIMIT: Duration = Duration::from_secs(600);
+
+/// Node timers beyond this are leases.
+pub(super) const A_LEASE_AT_LEAST: Duration = Duration::from_secs(600);
+
+/// After the last end: time for what is on its way, for last probes and for their answers.
+const SETTLE: Duration = Duration::from_secs(20);

@@ -1,13 +1,23 @@
 //! The seeded simulator: devices and ranks as production state machines on one virtual clock.
 //!
 //! Everything that could differ between two runs is drawn from the seed: same seed, same log (its hash is part of
-//! the [`Report`]). A run ends when every rank has every answer, or fails by name: a wrong element, a hang (no
-//! event left, or the virtual time limit), an error that nobody injected, a limit that was passed.
+//! the [`Report`]). A run ends when every rank has every answer, or the error that its [`Scenario`] calls for, and
+//! the cluster has become quiet; or it fails by name ([`Violation`]): a wrong element, a hang, an error that nobody
+//! injected, ranks that were told different things, counters that do not add up, a queue that grew past its limit.
+//!
+//! The links are `hal::emu`'s; nothing here sleeps, reads a clock or opens a socket.
 
+mod attack;
+mod check;
 mod cluster;
-mod net;
+mod incident;
 mod options;
+mod report;
+mod scenario;
+mod setup;
 mod wiring;
 
-pub use cluster::{Report, Violation, run};
-pub use options::{Draw, Faults, Options};
+pub use cluster::run;
+pub use options::{Draw, Faults, GroupOptions, Options};
+pub use report::{Report, Violation};
+pub use scenario::{Scenario, ScenarioKind};

@@ -1,8 +1,10 @@
 //! What a seed draws: the cluster, its operations and its faults.
 
+use super::scenario::{Scenario, ScenarioKind};
 use crate::oracle::{Shape, weight};
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
+use sumac_hal::emu::{LinkConfig, RandomFaults};
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 
 /// Draws of one seed, in a fixed order.
@@ -44,71 +46,136 @@ impl Draw {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Faults {
     /// Lost.
-    pub loss: u32,
+    pub loss: u16,
     /// Delivered twice.
-    pub duplicate: u32,
+    pub duplicate: u16,
     /// Delayed by up to `delay_max`, so that later ones overtake.
-    pub reorder: u32,
+    pub reorder: u16,
     /// Damaged.
-    pub corrupt: u32,
+    pub corrupt: u16,
     /// The most extra delay.
     pub delay_max: Duration,
+}
+
+impl From<Faults> for RandomFaults {
+    fn from(faults: Faults) -> Self {
+        Self {
+            loss_per_mille: faults.loss,
+            duplicate_per_mille: faults.duplicate,
+            reorder_per_mille: faults.reorder,
+            corrupt_per_mille: faults.corrupt,
+            delay_max: faults.delay_max,
+        }
+    }
+}
+
+/// One communicator: all ranks, one tree, and what is called in it.
+#[derive(Debug, Clone)]
+pub struct GroupOptions {
+    /// The index of its tree.
+    pub tree: usize,
+    /// The order in which contributions combine.
+    pub order: Order,
+    /// What every rank calls, unless the scenario says otherwise.
+    pub ops: Vec<OpDesc>,
 }
 
 /// One cluster and what it does.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Where everything else was drawn from.
+    /// The seed that all this and the run are drawn from.
     pub seed: u64,
-    /// The tree over the ranks.
-    pub shape: Shape,
-    /// Ranks of the tree.
+    /// Trees over the same ranks and the same devices.
+    pub trees: Vec<Shape>,
+    /// Ranks in each tree.
     pub ranks: usize,
-    /// Communicators over the same ranks and nodes.
-    pub groups: usize,
-    /// Workers a node.
+    /// The communicators.
+    pub groups: Vec<GroupOptions>,
+    /// Shards of every device.
     pub shards: u16,
-    /// Chunks in flight.
+    /// `window_max` of every group.
     pub window: u16,
-    /// Payload bytes a packet.
+    /// Payload limit in bytes.
     pub chunk_len_bytes: u16,
-    /// The declared order.
-    pub order: Order,
-    /// What every rank calls, one list a group.
-    pub ops: Vec<Vec<OpDesc>>,
-    /// The links' faults.
+    /// What every path is like.
+    pub link: LinkConfig,
+    /// What the links do wrong.
     pub faults: Faults,
     /// The most that a rank comes late with an operation.
     pub skew_max: Duration,
+    /// What else happens.
+    pub scenario: Scenario,
 }
 
 impl Options {
-    /// Draw a cluster.
-    pub fn draw(seed: u64) -> Self {
-        let mut draw = Draw::new(seed);
-        let ranks = 1 + draw.one_of(&[0, 1, 2, 3, 3, 4, 6, 7, 8, 12, 20]) as usize;
-        let levels = 1 + draw.below(3);
-        let mut next = 0;
-        let shape = draw_shape(&mut draw, ranks, levels, &mut next);
-        let order = draw.one_of(&[Order::Arrival, Order::TreeFold, Order::TreePairwise]);
+    /// Draw a cluster in which `kind` happens.
+    pub fn draw(seed: u64, kind: ScenarioKind) -> Self {
+        let mut draw = Draw::new(weight(&[seed, kind as u64]));
+        let least = if kind == ScenarioKind::Mismatch { 2 } else { 1 };
+        let ranks = draw_ranks(&mut draw).max(least);
+        let trees = (0..1 + draw.below(2)).map(|_| draw_tree(&mut draw, ranks)).collect::<Vec<_>>();
         let chunk_len_bytes = 16 * (4 + draw.below(12) as u16);
-        let groups = 1 + draw.below(3) as usize;
-        let ops = (0..groups).map(|_| draw_ops(&mut draw, chunk_len_bytes)).collect();
+        // Large clusters do little, so that every seed costs about the same.
+        let most_chunks = (400 / ranks as u64).clamp(2, 40);
+        let groups = (0..1 + draw.below(3))
+            .map(|_| GroupOptions {
+                tree: draw.below(trees.len() as u64) as usize,
+                order: draw.one_of(&[Order::Arrival, Order::TreeFold, Order::TreePairwise]),
+                ops: draw_ops(&mut draw, chunk_len_bytes, most_chunks),
+            })
+            .collect();
         let (faults, skew_max) = draw_faults(&mut draw);
-        Self {
+        let mut options = Self {
             seed,
-            shape,
+            trees,
             ranks,
             groups,
             shards: draw.one_of(&[1, 1, 2, 3]),
             window: draw.one_of(&[1, 2, 3, 8, 32]),
             chunk_len_bytes,
-            order,
-            ops,
+            link: draw_link(&mut draw),
             faults,
             skew_max,
+            scenario: Scenario::Calm,
+        };
+        options.scenario = Scenario::draw(kind, &mut draw, &mut options);
+        options
+    }
+
+    /// Return the order of a group; the attacker's own, behind the others, takes contributions as they come.
+    pub(super) fn order(&self, group: usize) -> Order {
+        self.groups.get(group).map_or(Order::Arrival, |group| group.order)
+    }
+
+    /// Return the index of a group's tree; the attacker's is on the first.
+    pub(super) fn tree(&self, group: usize) -> usize {
+        self.groups.get(group).map_or(0, |group| group.tree)
+    }
+
+    /// Return how many groups the devices serve, the attacker's too.
+    pub(super) fn all_groups(&self) -> usize {
+        self.groups.len() + usize::from(self.scenario == Scenario::Hostile)
+    }
+
+    /// Return what `rank` calls as operation `op` of `group`.
+    pub fn call(&self, group: usize, rank: usize, op: usize) -> OpDesc {
+        let common = self.groups[group].ops[op];
+        match &self.scenario {
+            Scenario::Mismatch { group: wrong, op: at, calls } if (*wrong, *at) == (group, op) => {
+                calls.iter().find(|(caller, _)| *caller == rank).map_or(common, |(_, desc)| *desc)
+            }
+            _ => common,
         }
     }
+}
+
+fn draw_ranks(draw: &mut Draw) -> usize {
+    if draw.chance(50) { draw.one_of(&[33, 64, 256]) } else { draw.one_of(&[1, 2, 3, 4, 5, 7, 8, 9, 13, 21]) }
+}
+
+fn draw_tree(draw: &mut Draw, ranks: usize) -> Shape {
+    let levels = 1 + draw.below(4);
+    draw_shape(draw, ranks, levels, &mut 0)
 }
 
 fn draw_shape(draw: &mut Draw, ranks: usize, levels: u64, next: &mut usize) -> Shape {
@@ -127,7 +194,7 @@ fn draw_shape(draw: &mut Draw, ranks: usize, levels: u64, next: &mut usize) -> S
     Shape::Node(children)
 }
 
-fn draw_ops(draw: &mut Draw, chunk_len_bytes: u16) -> Vec<OpDesc> {
+fn draw_ops(draw: &mut Draw, chunk_len_bytes: u16, most_chunks: u64) -> Vec<OpDesc> {
     let count = 1 + draw.below(6);
     (0..count)
         .map(|_| {
@@ -136,23 +203,33 @@ fn draw_ops(draw: &mut Draw, chunk_len_bytes: u16) -> Vec<OpDesc> {
             }
             let dtype = draw.one_of(Dtype::ALL);
             let chunk = u64::from(chunk_len_bytes) / dtype.accumulator().size_bytes() as u64;
-            let most = chunk * 40;
-            let count = draw.one_of(&[0, 1, 2, chunk - 1, chunk, chunk + 1, 3 * chunk, most]);
+            let most = chunk * most_chunks;
+            let count = draw.one_of(&[0, 1, 2, chunk - 1, chunk, chunk + 1, 2 * chunk, most]);
             let count = if draw.chance(500) { count } else { draw.below(most) };
             OpDesc::all_reduce(dtype, draw.one_of(ReduceOp::ALL), count)
         })
         .collect()
 }
 
-/// Swarm testing: whole kinds of fault are off at random, so that rare mixes appear.
+/// Swarm testing (Groce et al. 2012): whole kinds of fault are off at random, so that rare mixes appear.
 fn draw_faults(draw: &mut Draw) -> (Faults, Duration) {
-    let mut permille = |most: u64| if draw.chance(400) { draw.below(most + 1) as u32 } else { 0 };
+    let mut permille = |most: u64| if draw.chance(400) { draw.below(most + 1) as u16 } else { 0 };
     let faults = Faults {
         loss: permille(300),
         duplicate: permille(300),
-        reorder: permille(500),
+        reorder: permille(300),
         corrupt: permille(100),
         delay_max: Duration::from_micros(u64::from(permille(1000)) * 10),
     };
     (faults, Duration::from_micros(draw.one_of(&[0, 50, 5_000, 500_000])))
+}
+
+/// Links without limits, or narrow ones whose queues overflow when many send at once.
+fn draw_link(draw: &mut Draw) -> LinkConfig {
+    let narrow = draw.chance(300);
+    LinkConfig {
+        latency: Duration::from_micros(draw.one_of(&[1, 5, 200])),
+        bandwidth_bytes_per_s: narrow.then_some(1_000_000_000),
+        receive_queue_bytes: narrow.then_some(4096 << draw.below(5)),
+    }
 }

@@ -1,6 +1,8 @@
 //! From a shape to trees and groups: what a controller does, in its simplest form.
+//!
+//! All trees share the devices; which device is which node differs from tree to tree.
 
-use super::options::Options;
+use super::options::{Draw, Options};
 use crate::oracle::{Shape, weight};
 use sumac::endpoint::EndpointConfig;
 use sumac_hal::ctrl::{GroupConfig, NodeParent, TreeConfig};
@@ -10,84 +12,115 @@ use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
 use sumac_hal::uplink::HopTimers;
 
-/// One node of the tree.
+/// One node of a tree.
 #[derive(Debug)]
 pub(super) struct Wired {
-    /// Its parent and its place there.
+    /// The device that it is.
+    pub(super) device: usize,
+    /// Its parent (by index in the tree) and its place there.
     pub(super) parent: Option<(usize, u16)>,
     pub(super) children: u16,
 }
 
-/// The nodes of a shape, parents first, and each rank's leaf and place there.
+/// The nodes of a tree, parents first, and each rank's leaf and place there.
 #[derive(Debug)]
 pub(super) struct Wiring {
+    tree: TreeId,
     pub(super) nodes: Vec<Wired>,
     pub(super) ranks: Vec<(usize, u16)>,
 }
 
 impl Wiring {
-    pub(super) fn new(options: &Options) -> Self {
-        let mut wiring = Self { nodes: Vec::new(), ranks: vec![(0, 0); options.ranks] };
-        wiring.add(&options.shape, None);
+    /// Wire tree `index`, its nodes dealt out to `devices`.
+    pub(super) fn new(options: &Options, index: usize, devices: usize) -> Self {
+        let tree = TreeId(index as u32 + 1);
+        let mut wiring = Self { tree, nodes: Vec::new(), ranks: vec![(0, 0); options.ranks] };
+        let mut draw = Draw::new(weight(&[options.seed, index as u64]));
+        let mut free: Vec<usize> = (0..devices).collect();
+        wiring.add(&options.trees[index], None, &mut || free.swap_remove(draw.below(free.len() as u64) as usize));
         wiring
     }
 
-    fn add(&mut self, shape: &Shape, parent: Option<(usize, u16)>) {
+    fn add(&mut self, shape: &Shape, parent: Option<(usize, u16)>, take: &mut impl FnMut() -> usize) {
         match shape {
             Shape::Rank(rank) => self.ranks[*rank] = parent.expect("the root is a node"),
             Shape::Node(children) => {
                 let index = self.nodes.len();
-                self.nodes.push(Wired { parent, children: children.len() as u16 });
+                self.nodes.push(Wired { device: take(), parent, children: children.len() as u16 });
                 for (i, child) in children.iter().enumerate() {
-                    self.add(child, Some((index, i as u16)));
+                    self.add(child, Some((index, i as u16)), take);
                 }
             }
         }
     }
 
-    pub(super) fn tree(&self, node: usize, shards: u16) -> TreeConfig {
-        let parent = self.nodes[node].parent.map(|(parent, child)| NodeParent {
-            data_addrs: (0..shards).map(|shard| node_addr(parent, shard)).collect(),
-            child: ChildIndex(child),
-        });
-        TreeConfig { tree: TreeId(1), parent, children: self.nodes[node].children }
+    /// Return the devices between a rank and the root.
+    pub(super) fn path(&self, rank: usize) -> impl Iterator<Item = usize> {
+        let leaf = Some(self.ranks[rank].0);
+        let nodes = std::iter::successors(leaf, |&node| self.nodes[node].parent.map(|(parent, _)| parent));
+        nodes.map(|node| self.nodes[node].device)
     }
 
-    pub(super) fn group(&self, options: &Options, node: usize, group: usize) -> GroupConfig {
-        let (id, epoch) = (group_id(group), EPOCH);
-        let parent_key = self.nodes[node]
-            .parent
-            .map_or(0, |(parent, child)| secret(options, parent).child_key(id, epoch, ChildIndex(child)));
+    pub(super) fn tree(&self, node: usize, shards: u16) -> TreeConfig {
+        let parent = self.nodes[node].parent.map(|(parent, child)| NodeParent {
+            data_addrs: (0..shards).map(|shard| node_addr(self.nodes[parent].device, shard)).collect(),
+            child: ChildIndex(child),
+        });
+        TreeConfig { tree: self.tree, parent, children: self.nodes[node].children }
+    }
+
+    pub(super) fn group(&self, options: &Options, node: usize, group: usize, epoch: Epoch) -> GroupConfig {
+        let device = |node: usize| self.nodes[node].device;
+        let parent_key = self.nodes[node].parent.map_or(0, |(parent, child)| {
+            secret(options, device(parent)).child_key(group_id(group), epoch, ChildIndex(child))
+        });
         GroupConfig {
-            group: id,
-            tree: TreeId(1),
+            group: group_id(group),
+            tree: self.tree,
             epoch,
-            order: options.order,
-            secret: secret(options, node),
+            order: options.order(group),
+            secret: secret(options, device(node)),
             parent_key,
             window_max: options.window,
             slots: slots_per_shard(options),
             chunk_len_bytes: options.chunk_len_bytes,
-            lease_ms: 3_600_000,
+            lease_ms: LEASE_MS,
             timers: TIMERS.into(),
         }
     }
 
-    pub(super) fn endpoint(&self, options: &Options, rank: usize, group: usize) -> EndpointConfig {
+    pub(super) fn endpoint(&self, options: &Options, rank: usize, group: usize, epoch: Epoch) -> EndpointConfig {
         let (leaf, child) = self.ranks[rank];
+        let device = self.nodes[leaf].device;
         EndpointConfig {
             group: group_id(group),
-            epoch: EPOCH,
+            epoch,
             child: ChildIndex(child),
-            key: secret(options, leaf).child_key(group_id(group), EPOCH, ChildIndex(child)),
-            parents: (0..options.shards).map(|shard| node_addr(leaf, shard)).collect(),
+            key: secret(options, device).child_key(group_id(group), epoch, ChildIndex(child)),
+            parents: (0..options.shards).map(|shard| node_addr(device, shard)).collect(),
             window_max: options.window,
             window_start: options.window,
             chunk_len_bytes: options.chunk_len_bytes,
             timers: TIMERS,
             table_version: 1,
-            salt: weight(&[options.seed, rank as u64, group as u64]) as u32,
+            salt: weight(&[options.seed, rank as u64, group as u64, u64::from(epoch.to_bits())]) as u32,
         }
+    }
+}
+
+/// Return how many nodes a tree has.
+pub(super) fn count_nodes(shape: &Shape) -> usize {
+    match shape {
+        Shape::Rank(_) => 0,
+        Shape::Node(children) => 1 + children.iter().map(count_nodes).sum::<usize>(),
+    }
+}
+
+/// Return how many levels of nodes a tree has.
+pub(super) fn count_levels(shape: &Shape) -> u32 {
+    match shape {
+        Shape::Rank(_) => 0,
+        Shape::Node(children) => 1 + children.iter().map(count_levels).max().unwrap_or(0),
     }
 }
 
@@ -97,33 +130,48 @@ pub(super) fn slots_per_shard(options: &Options) -> u16 {
     2 * shard.most_within(u64::from(options.window)) as u16
 }
 
-pub(super) fn node_addr(node: usize, shard: u16) -> Addr {
-    Addr::Emu(node as u32 * 16 + u32::from(shard))
+pub(super) fn node_addr(device: usize, shard: u16) -> Addr {
+    Addr::Emu(device as u32 * 16 + u32::from(shard))
 }
 
 pub(super) fn rank_addr(rank: usize, group: usize) -> Addr {
     Addr::Emu(RANKS_FROM + rank as u32 * 16 + group as u32)
 }
 
-/// What an address belongs to: (node, shard) or (rank, group).
-pub(super) fn owner(addr: Addr) -> Result<(usize, usize), (usize, usize)> {
-    let Addr::Emu(n) = addr else { panic!("the simulator has emulated addresses only") };
-    match n.checked_sub(RANKS_FROM) {
-        Some(n) => Err((n as usize / 16, n as usize % 16)),
-        None => Ok((n as usize / 16, n as usize % 16)),
-    }
+/// What an address belongs to.
+pub(super) enum Owner {
+    Node { device: usize, shard: usize },
+    Rank { rank: usize, group: usize },
+    Stranger,
 }
 
-fn group_id(group: usize) -> GroupId {
+pub(super) fn owner(addr: Addr) -> Owner {
+    let Addr::Emu(n) = addr else { panic!("the simulator has emulated addresses only") };
+    let parts = |n: u32| (n as usize / 16, n as usize % 16);
+    if addr == STRANGER {
+        return Owner::Stranger;
+    }
+    if let Some(n) = n.checked_sub(RANKS_FROM) {
+        let (rank, group) = parts(n);
+        return Owner::Rank { rank, group };
+    }
+    let (device, shard) = parts(n);
+    Owner::Node { device, shard }
+}
+
+pub(super) fn group_id(group: usize) -> GroupId {
     GroupId(100 + group as u32)
 }
 
-fn secret(options: &Options, node: usize) -> GroupSecret {
+fn secret(options: &Options, device: usize) -> GroupSecret {
     let mut secret = [0; 16];
-    secret[..8].copy_from_slice(&weight(&[options.seed, node as u64]).to_le_bytes());
+    secret[..8].copy_from_slice(&weight(&[options.seed, device as u64]).to_le_bytes());
     GroupSecret(secret)
 }
 
-const EPOCH: Epoch = Epoch { term: 1, counter: 1 };
+pub(super) const EPOCH: Epoch = Epoch { term: 1, counter: 1 };
+pub(super) const TIMERS: HopTimers = HopTimers::DEFAULT;
+/// The attacker's own address.
+pub(super) const STRANGER: Addr = Addr::Emu(u32::MAX);
+const LEASE_MS: u32 = 3_600_000;
 const RANKS_FROM: u32 = 1 << 20;
-const TIMERS: HopTimers = HopTimers::DEFAULT;

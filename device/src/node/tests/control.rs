@@ -1,0 +1,152 @@
+//! Control requests: each [`Refusal`], and that a refused request leaves nothing behind.
+
+use super::*;
+use sumac_hal::ctrl::Refusal;
+
+/// A node with its tree installed and no group.
+fn with_tree(setup: &Setup) -> Node<'static> {
+    let mut node = bare(setup);
+    assert_eq!(node.control(&Request::InstallTree(tree_config(setup)), Instant::ZERO), Response::Done);
+    node
+}
+
+/// Ask for something that is refused: nothing may change.
+fn refused(node: &mut Node<'static>, request: &Request, refusal: Refusal) {
+    let before = node.stats();
+    assert_eq!(node.control(request, Instant::ZERO), Response::Refused(refusal));
+    assert_eq!(node.stats(), before, "a refused request leaves something reserved");
+}
+
+fn create(node: &mut Node<'static>, config: GroupConfig) {
+    assert_eq!(node.control(&Request::CreateGroup(config), Instant::ZERO), Response::Done);
+}
+
+#[test]
+fn groups_and_trees_that_are_not_there_or_are_already() {
+    let setup = Setup { groups: 2, ..Setup::default() };
+    let mut node = with_tree(&setup);
+    let group = group_config(&setup, 0);
+    refused(&mut node, &Request::RenewGroup(group.group), Refusal::NoGroup(group.group));
+    refused(&mut node, &Request::ReleaseGroup(group.group), Refusal::NoGroup(group.group));
+    refused(&mut node, &Request::RemoveTree(TreeId(2)), Refusal::NoTree(TreeId(2)));
+    let foreign = GroupConfig { tree: TreeId(2), ..group };
+    refused(&mut node, &Request::CreateGroup(foreign), Refusal::NoTree(TreeId(2)));
+    create(&mut node, group);
+    refused(&mut node, &Request::CreateGroup(group), Refusal::GroupExists(group.group));
+    refused(&mut node, &Request::RemoveTree(TreeId(1)), Refusal::TreeInUse(TreeId(1)));
+    refused(&mut node, &Request::InstallTree(tree_config(&setup)), Refusal::TreeInUse(TreeId(1)));
+    refused(&mut node, &Request::Hello, Refusal::Unknown);
+    for request in [Request::ReleaseGroup(group.group), Request::RemoveTree(TreeId(1))] {
+        assert_eq!(node.control(&request, Instant::ZERO), Response::Done);
+    }
+    assert_eq!((node.stats().groups, node.stats().trees), (0, 0));
+}
+
+#[test]
+fn trees_out_of_range() {
+    let setup = Setup { children: 4, has_parent: true, shard: Shard::new(0, 2).unwrap(), ..Setup::default() };
+    let mut node = bare(&setup);
+    let tree = tree_config(&setup);
+    for children in [0, 5, 257, u16::MAX] {
+        let request = Request::InstallTree(TreeConfig { children, ..tree.clone() });
+        refused(&mut node, &request, Refusal::Children { children, limit: 4 });
+    }
+    for count in [0, 1, 3, 8] {
+        let parent = NodeParent { data_addrs: (0..count).map(|_| PARENT).collect(), child: OWN_PLACE };
+        let request = Request::InstallTree(TreeConfig { parent: Some(parent), ..tree.clone() });
+        refused(&mut node, &request, Refusal::Shards { parent: count, own: 2 });
+    }
+    let install = |node: &mut Node<'_>, id| {
+        node.control(&Request::InstallTree(TreeConfig { tree: TreeId(id), ..tree.clone() }), Instant::ZERO)
+    };
+    assert_eq!(install(&mut node, 1), Response::Done);
+    assert_eq!(install(&mut node, 1), Response::Done, "again is no second entry");
+    assert_eq!(install(&mut node, 2), Response::Refused(Refusal::NoEntry { limit: 1 }));
+}
+
+#[test]
+fn windows_that_slots_do_not_carry() {
+    let setup = Setup::default();
+    let mut node = with_tree(&setup);
+    let group = group_config(&setup, 0);
+    // Below twice the window a slot could be wanted again before every child has what is in it (PROTOCOL 1).
+    for (window, slots) in [(0, 16), (9, 16), (8, 15), (1, 1), (2, 3), (1, 0), (257, 514), (256, 513), (u16::MAX, 16)] {
+        let config = GroupConfig { window_max: window, slots, ..group };
+        refused(&mut node, &Request::CreateGroup(config), Refusal::Window { window, slots });
+    }
+    create(&mut node, group);
+}
+
+#[test]
+fn a_shard_needs_slots_for_its_share_of_the_window() {
+    let setup = Setup { shard: Shard::new(0, 2).unwrap(), window: 40, slots: 48, ..Setup::default() };
+    let mut node = with_tree(&setup);
+    let group = group_config(&setup, 0);
+    // Of 40 seqs in a row, 24 can fall into one of two shards (16 + 8).
+    let short = GroupConfig { slots: 47, ..group };
+    refused(&mut node, &Request::CreateGroup(short), Refusal::Window { window: 40, slots: 47 });
+    create(&mut node, group);
+}
+
+#[test]
+fn chunks_that_do_not_fit() {
+    let setup = Setup { chunk_len_bytes: 8896, ..Setup::default() };
+    let mut node = with_tree(&setup);
+    let group = group_config(&setup, 0);
+    for chunk_len_bytes in [0, 48, 65, 72, 8912, u16::MAX] {
+        let config = GroupConfig { chunk_len_bytes, ..group };
+        refused(&mut node, &Request::CreateGroup(config), Refusal::Chunk { chunk_len_bytes, limit: 9000 - 96 });
+    }
+    create(&mut node, group);
+}
+
+/// The tables are exactly as large as two groups need; whichever is short, the refusal says which.
+#[test]
+fn tables_that_are_full() {
+    let setup = Setup { groups: 2, order: Order::TreeFold, ..Setup::default() };
+    let config = |group| group_config(&setup, group);
+    let mut node = with_tree(&setup);
+    let whole = GroupConfig { slots: 32, window_max: 16, ..config(0) };
+    create(&mut node, config(1));
+    refused(&mut node, &Request::CreateGroup(whole), Refusal::NoSlots { need: 32 });
+    let wide = GroupConfig { chunk_len_bytes: 80, ..config(0) };
+    refused(&mut node, &Request::CreateGroup(wide), Refusal::NoMemory { need: 16 * 2 * 80 });
+    create(&mut node, config(0));
+    refused(&mut node, &Request::CreateGroup(config(2)), Refusal::NoEntry { limit: 2 });
+    assert_eq!((node.stats().slots_used, node.stats().slot_memory_used_bytes), (32, 32 * 2 * 64));
+
+    // A tree of all children leaves none for a second group.
+    let mut node = bare(&setup);
+    let tree = TreeConfig { children: 4, ..tree_config(&setup) };
+    assert_eq!(node.control(&Request::InstallTree(tree), Instant::ZERO), Response::Done);
+    let small = |group| GroupConfig { slots: 2, window_max: 1, ..config(group) };
+    create(&mut node, small(0));
+    refused(&mut node, &Request::CreateGroup(small(1)), Refusal::NoChildren { need: 4 });
+    assert_eq!(node.control(&Request::Reset, Instant::ZERO), Response::Done);
+    assert_eq!((node.stats().groups, node.stats().trees, node.stats().slots_used), (0, 0, 0));
+}
+
+#[test]
+fn a_new_group_inherits_nothing_of_the_one_before() {
+    let mut rig = Rig::new(Setup::default());
+    (0..3).for_each(|seq| rig.all(seq));
+    rig.data(0, 3, &[100.0]);
+    assert_eq!(rig.node.control(&Request::ReleaseGroup(group_id(0)), rig.now), Response::Done);
+    assert_eq!(rig.drain(), [], "its answers are not sent any more");
+    assert_eq!(rig.node.control(&Request::CreateGroup(group_config(&rig.setup, 0)), rig.now), Response::Done);
+    let repr = rig.up(Kind::Data, 0, 0);
+    rig.put(Addr::Emu(60), repr, &floats(&[1.0]));
+    let repr = rig.up(Kind::Data, 1, 0);
+    rig.put(Addr::Emu(61), repr, &floats(&[2.0]));
+    assert!(rig.drain().iter().all(|sent| sent.floats() == [3.0]));
+}
+
+#[test]
+fn capabilities_are_those_of_the_tables() {
+    let setup = Setup { groups: 3, children: 5, ..Setup::default() };
+    let capabilities = bare(&setup).capabilities();
+    assert_eq!((capabilities.groups, capabilities.children, capabilities.slots), (3, 15, 48));
+    assert_eq!(capabilities.slot_memory_bytes, 48 * 64);
+    assert_eq!(capabilities.dtypes, Dtype::ALL.iter().fold(0, |mask, dtype| mask | 1 << dtype.to_wire()));
+    assert_eq!(capabilities.ops.count_ones() as usize, ReduceOp::ALL.len());
+}

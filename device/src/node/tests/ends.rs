@@ -1,0 +1,275 @@
+//! How a group ends: mismatches, operations that a node can't do, dead hops, leases.
+
+use super::*;
+use crate::node::Event;
+use crate::trace::Trace;
+use sumac_hal::wire::unpack_op;
+
+const OTHER: OpDesc = OpDesc::all_reduce(Dtype::I32, ReduceOp::Max, 7);
+
+/// Let `child` call `op` at `seq` with one element of four bytes.
+fn call(rig: &mut Rig, child: u16, seq: u64, op: OpDesc) {
+    let repr = Repr {
+        collective: Some(op.collective),
+        dtype: op.dtype,
+        op: op.op,
+        bits: op.count,
+        signature: op.signature(Path::Tree, 1),
+        ..rig.up(Kind::Data, child, seq)
+    };
+    rig.put(child_addr(child), repr, &[0; 4]);
+}
+
+fn ops(sent: &Sent) -> (Option<OpDesc>, Option<OpDesc>) {
+    (sent.repr.op_desc(), unpack_op(sent.repr.bits2))
+}
+
+#[test]
+fn a_mismatch_at_the_root_is_told_to_everybody_alike() {
+    let mut rig = Rig::new(Setup { children: 3, ..Setup::default() });
+    call(&mut rig, 1, 0, OP);
+    assert_eq!(rig.drain(), []);
+    call(&mut rig, 0, 0, OTHER);
+    let told = rig.drain();
+    assert_eq!(told.iter().map(|sent| sent.to).collect::<Vec<_>>(), [child_addr(0), child_addr(1)]);
+    // Who comes later, with either or with something else, hears the same.
+    call(&mut rig, 2, 0, OpDesc { count: 8, ..OTHER });
+    rig.probe(0, 0, 1, 0);
+    call(&mut rig, 2, 1, OP);
+    let later = rig.drain();
+    assert_eq!(later.len(), 3);
+    for sent in told.iter().chain(&later) {
+        assert!(sent.is_nak(NakReason::Mismatch), "{sent:?}");
+        assert_eq!(ops(sent), (Some(OP), Some(OTHER)), "the first to arrive, then the other");
+    }
+    assert_eq!(later[0].repr.token, token(2), "each echoes what it answers");
+    assert_eq!(later[1].repr.token, 0x9999);
+    let failed = Event::GroupFailed { group: group_id(0), from: ChunkNo(0), reason: NakReason::Mismatch };
+    assert_eq!((rig.node.poll_event(), rig.node.poll_event()), (Some(failed), None));
+    let failed = Trace::Failed(group_id(0), ChunkNo(0), NakReason::Mismatch);
+    assert!(rig.node.trace().iter().any(|entry| entry.what == failed && entry.at == rig.now));
+}
+
+#[test]
+fn each_field_of_an_operation_is_compared() {
+    let others = [
+        OpDesc { dtype: Some(Dtype::I32), ..OP },
+        OpDesc { op: Some(ReduceOp::Max), ..OP },
+        OpDesc { count: 999, ..OP },
+        OpDesc::barrier(),
+    ];
+    for other in others {
+        let mut rig = Rig::new(Setup::default());
+        call(&mut rig, 0, 0, OP);
+        call(&mut rig, 1, 0, other);
+        let told = rig.drain();
+        assert_eq!(told.len(), 2);
+        assert!(told.iter().all(|sent| ops(sent) == (Some(OP), Some(other))));
+    }
+    // The same operation by another path or cost table.
+    let mut rig = Rig::new(Setup::default());
+    call(&mut rig, 0, 0, OP);
+    let repr = Repr { signature: OP.signature(Path::Ring, 1), ..rig.up(Kind::Data, 1, 0) };
+    rig.put(child_addr(1), repr, &[0; 4]);
+    assert!(rig.drain().iter().all(|sent| sent.is_nak(NakReason::Mismatch)));
+}
+
+#[test]
+fn chunks_before_a_mismatch_go_on() {
+    let mut rig = Rig::new(Setup::default());
+    rig.data(0, 0, &[1.0]);
+    call(&mut rig, 0, 1, OP);
+    call(&mut rig, 1, 1, OTHER);
+    assert_eq!(rig.drain().len(), 2);
+    rig.data(1, 0, &[2.0]);
+    let sent = rig.drain();
+    assert!(sent.len() == 2 && sent.iter().all(|sent| sent.floats() == [3.0]), "{sent:?}");
+}
+
+/// An earlier mismatch found later replaces a later one: the first that ranks disagree on is what they are told.
+#[test]
+fn the_earliest_mismatch_prevails() {
+    let mut rig = Rig::new(Setup::default());
+    call(&mut rig, 0, 1, OP);
+    call(&mut rig, 1, 1, OTHER);
+    rig.drain();
+    call(&mut rig, 0, 0, OTHER);
+    call(&mut rig, 1, 0, OpDesc { count: 8, ..OTHER });
+    rig.drain();
+    for seq in [0, 1] {
+        for child in [0, 1] {
+            rig.probe(child, seq, 1, 0);
+            let sent = rig.drain();
+            assert_eq!(ops(&sent[0]), (Some(OTHER), Some(OpDesc { count: 8, ..OTHER })));
+        }
+    }
+}
+
+#[test]
+fn a_mismatch_below_goes_up_and_only_the_roots_word_comes_down() {
+    let mut rig = Rig::new(Setup { has_parent: true, children: 3, ..Setup::default() });
+    call(&mut rig, 0, 0, OP);
+    call(&mut rig, 1, 0, OTHER);
+    let sent = rig.drain();
+    let [up] = &sent[..] else { panic!("nobody is told yet: {sent:?}") };
+    assert!(up.to == PARENT && up.is_nak(NakReason::Mismatch));
+    assert_eq!((ops(up), up.repr.seq, up.repr.key), ((Some(OP), Some(OTHER)), ChunkNo(0), PARENT_KEY));
+    call(&mut rig, 2, 0, OP);
+    assert_eq!(rig.drain(), []);
+    // The root saw another pair first: that is what everybody hears.
+    let pair = [OpDesc::barrier(), OP];
+    let nak = Repr {
+        reason: Some(NakReason::Mismatch),
+        collective: Some(pair[0].collective),
+        bits2: sumac_hal::wire::pack_op(&pair[1]),
+        ..rig.down(Kind::Nak, 0, up.repr.token)
+    };
+    rig.put(PARENT, nak, &[]);
+    let told = rig.drain();
+    assert_eq!(told.len(), 2, "those whose contribution counts");
+    call(&mut rig, 2, 0, OP);
+    let late = rig.drain();
+    assert!(told.iter().chain(&late).all(|sent| ops(sent) == (Some(pair[0]), Some(pair[1]))));
+}
+
+#[test]
+fn a_mismatch_from_below_ends_the_group_at_the_root() {
+    let mut rig = Rig::new(Setup::default());
+    call(&mut rig, 1, 0, OP);
+    let nak =
+        Repr { reason: Some(NakReason::Mismatch), bits2: sumac_hal::wire::pack_op(&OTHER), ..rig.up(Kind::Nak, 0, 0) };
+    rig.put(child_addr(0), nak, &[]);
+    let told = rig.drain();
+    assert!(told.len() == 2 && told.iter().all(|sent| ops(sent) == (Some(OP), Some(OTHER))), "{told:?}");
+}
+
+/// A Nak whose second operation is not of this version still ends the group with two operations: without them
+/// ranks could not name the error, and would wait.
+#[test]
+fn a_refusal_without_a_known_operation_is_told_all_the_same() {
+    let mut rig = Rig::new(Setup::default());
+    let nak = Repr { reason: Some(NakReason::Unsupported), bits2: 0xff, ..rig.up(Kind::Nak, 0, 0) };
+    rig.put(child_addr(0), nak, &[]);
+    let told = rig.drain();
+    assert_eq!(told.len(), 1);
+    assert_eq!(ops(&told[0]), (Some(OP), Some(OP)));
+}
+
+#[test]
+fn an_operation_that_nodes_can_not_do_is_named() {
+    let mut rig = Rig::new(Setup::default());
+    let senseless = OpDesc { op: None, ..OP };
+    call(&mut rig, 0, 0, senseless);
+    let told = rig.drain();
+    assert!(told.len() == 1 && told[0].is_nak(NakReason::Unsupported));
+    assert_eq!(ops(&told[0]), (Some(senseless), Some(senseless)));
+}
+
+#[test]
+fn a_silent_parent_is_dead_after_the_limit_and_the_children_hear_it() {
+    let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
+    rig.all(0);
+    rig.drain();
+    rig.data(0, 1, &[1.0]);
+    rig.pass_ms(4_999);
+    assert!(rig.drain().iter().all(|sent| sent.repr.kind == Kind::Probe));
+    assert_eq!(rig.node.poll_event(), None);
+    rig.pass_ms(1);
+    let told = rig.drain();
+    assert_eq!(
+        told.iter().map(|sent| (sent.to, sent.repr.seq.0)).collect::<Vec<_>>(),
+        [(child_addr(0), 0), (child_addr(1), 0), (child_addr(0), 1)]
+    );
+    assert!(told.iter().all(|sent| sent.is_nak(NakReason::PathLost)));
+    // Later contributions and probes are told too; the parent is left alone.
+    rig.data(1, 1, &[1.0]);
+    rig.probe(0, 0, 2, 0);
+    let told = rig.drain();
+    assert!(told.len() == 2 && told.iter().all(|sent| sent.is_nak(NakReason::PathLost)));
+    rig.pass_ms(1_000);
+    assert_eq!(rig.drain(), []);
+}
+
+/// A mismatch at a later chunk does not end the care for earlier ones: their answers may yet be lost.
+#[test]
+fn chunks_before_a_failure_are_still_probed_for() {
+    let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
+    (0..2).for_each(|seq| rig.all(seq));
+    let own = rig.drain()[0].repr.token;
+    let nak = Repr {
+        reason: Some(NakReason::Mismatch),
+        collective: Some(OP.collective),
+        bits2: sumac_hal::wire::pack_op(&OTHER),
+        ..rig.down(Kind::Nak, 1, own)
+    };
+    rig.put(PARENT, nak, &[]);
+    assert_eq!(rig.drain().len(), 2, "both children hear of chunk 1");
+    rig.pass_ms(100);
+    let sent = rig.drain();
+    assert!(sent.len() == 1 && sent[0].repr.kind == Kind::Probe, "chunk 0 has no answer yet: {sent:?}");
+    let result = rig.down(Kind::Result, 0, own);
+    rig.put(PARENT, result, &floats(&[1.0]));
+    assert_eq!(rig.drain().len(), 2);
+    rig.pass_ms(100);
+    assert_eq!(rig.drain(), [], "now there is nothing left to ask for");
+}
+
+#[test]
+fn a_parent_that_forgot_the_group_is_a_lost_path_below() {
+    for reason in [NakReason::UnknownGroup, NakReason::WrongEpoch] {
+        let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
+        rig.all(0);
+        let own = rig.drain()[0].repr.token;
+        let nak = Repr { reason: Some(reason), ..rig.down(Kind::Nak, 0, own ^ 1) };
+        rig.put(PARENT, nak, &[]);
+        assert_eq!(rig.drain(), [], "without our token anybody may have sent it");
+        rig.put(PARENT, Repr { token: own, ..nak }, &[]);
+        let told = rig.drain();
+        assert!(told.len() == 2 && told.iter().all(|sent| sent.is_nak(NakReason::PathLost)));
+    }
+}
+
+#[test]
+fn a_lease_ends_the_group_unless_somebody_valid_speaks() {
+    let ms = u64::from(LEASE_MS);
+    let mut rig = Rig::new(Setup::default());
+    rig.pass_ms(ms - 1);
+    rig.data(0, 0, &[1.0]);
+    rig.pass_ms(ms - 1);
+    // A foreign packet renews nothing.
+    let repr = Repr { key: 1, ..rig.up(Kind::Probe, 1, 0) };
+    rig.put(child_addr(1), repr, &[]);
+    assert_eq!(rig.node.poll_event(), None);
+    rig.pass_ms(1);
+    assert_eq!(rig.node.poll_event(), Some(Event::LeaseExpired(group_id(0))));
+    assert!(rig.node.trace().iter().any(|entry| entry.what == Trace::LeaseExpired(group_id(0))));
+    assert_eq!((rig.node.counters().leases_expired, rig.node.stats().slots_used), (1, 0));
+    rig.data(0, 1, &[1.0]);
+    assert!(rig.drain()[0].is_nak(NakReason::UnknownGroup));
+    assert_eq!(rig.node.poll_timeout(), None);
+    // The room is free again.
+    let again = Request::CreateGroup(group_config(&rig.setup, 0));
+    assert_eq!(rig.node.control(&again, rig.now), Response::Done);
+    rig.pass_ms(ms - 1);
+    assert_eq!(rig.node.control(&Request::RenewGroup(group_id(0)), rig.now), Response::Done);
+    rig.pass_ms(ms - 1);
+    assert_eq!(rig.node.poll_event(), None, "renewed");
+}
+
+#[test]
+fn rare_things_leave_a_trace() {
+    let mut rig = Rig::new(Setup::default());
+    (1..4).for_each(|seq| rig.data(0, seq, &[1.0]));
+    assert_eq!(rig.node.control(&Request::ReleaseGroup(group_id(0)), rig.now), Response::Done);
+    let what: Vec<Trace> = rig.node.trace().iter().map(|entry| entry.what).collect();
+    let (group, child) = (group_id(0), ChildIndex(0));
+    assert_eq!(
+        what,
+        [
+            Trace::GroupCreated(group),
+            Trace::ChildPinned(group, child),
+            Trace::Lost(group, child, ChunkNo(0)),
+            Trace::GroupReleased(group)
+        ]
+    );
+}

@@ -1,0 +1,164 @@
+//! What happens when nothing goes wrong: one level, two levels, re-use of slots, windows, orders, many children.
+
+use super::*;
+use std::collections::BTreeSet;
+
+#[test]
+fn one_level_sums_and_answers_everybody_once() {
+    let mut rig = Rig::new(Setup { children: 3, ..Setup::default() });
+    rig.data(2, 0, &[4.0, 40.0]);
+    rig.data(0, 0, &[1.0, 10.0]);
+    assert_eq!(rig.drain(), [], "nothing leaves before everybody is in");
+    rig.data(1, 0, &[2.0, 20.0]);
+    let sent = rig.drain();
+    assert_eq!(sent.len(), 3);
+    for (child, sent) in (0..).zip(&sent) {
+        assert_eq!((sent.to, sent.repr.kind), (child_addr(child), Kind::Result));
+        assert_eq!((sent.repr.key, sent.repr.token), (key(0, child), token(child)));
+        assert_eq!((sent.repr.seq, sent.repr.signature), (ChunkNo(0), OP.signature(Path::Tree, 1)));
+        assert_eq!(sent.floats(), [7.0, 70.0]);
+    }
+    let counters = rig.node.counters();
+    assert_eq!((counters.contributions, counters.completed, counters.answers), (3, 1, 3));
+}
+
+#[test]
+fn empty_is_skipped_and_done_answers_who_wants_nothing() {
+    let mut rig = Rig::new(Setup { children: 3, ..Setup::default() });
+    let repr = Repr { flags: Flags::empty(), ..rig.up(Kind::Empty, 0, 0) };
+    rig.put(child_addr(0), repr, &[]);
+    // -0 + nothing stays -0: an identity element +0 would show.
+    rig.data(1, 0, &[-0.0]);
+    let repr = rig.up(Kind::Empty, 2, 0);
+    rig.put(child_addr(2), repr, &[]);
+    let kinds: Vec<Kind> = rig.drain().iter().map(|sent| sent.repr.kind).collect();
+    assert_eq!(kinds, [Kind::Done, Kind::Result, Kind::Result]);
+    let mut rig = Rig::new(Setup { children: 1, ..Setup::default() });
+    rig.data(0, 0, &[-0.0]);
+    assert_eq!(rig.drain()[0].floats()[0].to_bits(), (-0.0_f32).to_bits());
+}
+
+#[test]
+fn two_levels_send_one_partial_up_and_hand_the_answer_down() {
+    let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
+    rig.data(0, 0, &[1.0]);
+    rig.data(1, 0, &[2.0]);
+    let sent = rig.drain();
+    let [up] = &sent[..] else { panic!("one contribution goes up: {sent:?}") };
+    assert_eq!((up.to, up.repr.kind, up.repr.child, up.repr.key), (PARENT, Kind::Data, OWN_PLACE, PARENT_KEY));
+    assert!(up.repr.flags.contains(Flags::PARTIAL | Flags::WANT));
+    assert_eq!((up.repr.op_desc(), up.repr.mark, up.floats()), (Some(OP), ChunkNo(0), vec![3.0]));
+    let result = Repr { mark: ChunkNo(0), ..rig.down(Kind::Result, 0, up.repr.token) };
+    rig.put(PARENT, result, &floats(&[30.0]));
+    let down = rig.drain();
+    assert_eq!(down.iter().map(|sent| sent.to).collect::<Vec<_>>(), [child_addr(0), child_addr(1)]);
+    assert!(down.iter().all(|sent| sent.repr.kind == Kind::Result && sent.floats() == [30.0]));
+    // The next contribution carries the least `have` of all children, and the root's `stable` comes down.
+    (rig.have[0], rig.have[1]) = (1, 0);
+    rig.all(1);
+    let up = rig.drain();
+    assert_eq!(up[0].repr.mark, ChunkNo(0));
+    rig.have[1] = 1;
+    rig.all(2);
+    assert_eq!(rig.drain()[0].repr.mark, ChunkNo(1));
+    let result = Repr { mark: ChunkNo(1), window: 3, ..rig.down(Kind::Result, 1, up[0].repr.token) };
+    rig.put(PARENT, result, &floats(&[31.0]));
+    assert!(rig.drain().iter().all(|sent| sent.repr.mark == ChunkNo(1) && sent.repr.window == 3));
+}
+
+#[test]
+fn narrow_types_travel_up_in_the_accumulator_type() {
+    let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
+    // bf16 bits of 1.0 and of 2^-8: their sum has no bf16, but has an f32.
+    for (child, bits) in [(0, 0x3f80_u16), (1, 0x3b80)] {
+        let repr = Repr { dtype: Some(Dtype::Bf16), ..rig.up(Kind::Data, child, 0) };
+        rig.put(child_addr(child), repr, &bits.to_le_bytes());
+    }
+    let up = rig.drain();
+    assert_eq!(up[0].floats(), [1.0 + 1.0 / 256.0]);
+    let result = rig.down(Kind::Result, 0, up[0].repr.token);
+    rig.put(PARENT, result, &0x3f80_u16.to_le_bytes());
+    assert!(rig.drain().iter().all(|sent| sent.payload == 0x3f80_u16.to_le_bytes()), "results are rounded");
+}
+
+/// The rule of re-use by itself: with policing opened on purpose, so that only `have` protects the slot.
+#[test]
+fn a_slot_is_reused_only_when_every_child_has_its_answer() {
+    let mut rig = Rig::new(Setup { window: 1, slots: 2, ..Setup::default() });
+    rig.node.storage.groups[0].as_mut().unwrap().window_local = 2;
+    rig.all(0);
+    rig.drain();
+    rig.have[0] = 1;
+    rig.data(0, 2, &[1.0]);
+    assert_eq!(rig.dropped(DropReason::SlotBusy), 1, "child 1 has not said that it has chunk 0");
+    rig.nak(1, NakReason::Missing, 0);
+    assert_eq!(rig.drain()[0].floats(), [1.0], "so it can still get it again");
+    rig.have[1] = 1;
+    rig.data(1, 2, &[2.0]);
+    rig.data(0, 2, &[1.0]);
+    assert!(rig.drain().iter().all(|sent| sent.repr.seq == ChunkNo(2) && sent.floats() == [3.0]));
+    assert_eq!(rig.dropped(DropReason::SlotBusy), 1);
+}
+
+/// The full number counts, not its low bits: chunks one slot ring apart are told apart.
+#[test]
+fn chunks_of_one_slot_are_told_apart() {
+    let mut rig = Rig::new(Setup { window: 2, slots: 4, ..Setup::default() });
+    rig.node.storage.groups[0].as_mut().unwrap().window_local = 64;
+    rig.data(0, 1, &[1.0]);
+    for seq in [5, 9, 1 + 4 * 8] {
+        rig.data(1, seq, &[2.0]);
+        assert_eq!(rig.drain(), [], "chunk {seq} must not complete chunk 1");
+    }
+    assert_eq!(rig.dropped(DropReason::SlotBusy), 3);
+    rig.data(1, 1, &[2.0]);
+    assert_eq!(rig.drain()[0].floats(), [3.0]);
+}
+
+#[test]
+fn the_window_grows_from_what_the_port_buffers_to_its_limit() {
+    // Room for four packets of 160 bytes from each of two children.
+    let mut rig = Rig::new(Setup { window: 64, slots: 128, receive_buffer_bytes: 8 * 160, ..Setup::default() });
+    let mut windows = Vec::new();
+    for seq in 0..300 {
+        rig.all_have(seq);
+        rig.all(seq);
+        windows.push(rig.drain()[0].repr.window);
+    }
+    assert_eq!(windows[0], 4);
+    assert!(windows.windows(2).all(|pair| pair[0] <= pair[1] && pair[1] <= pair[0] + 1), "{windows:?}");
+    assert!((20..=64).contains(&windows[299]), "additive: about sqrt(2 x 300): {}", windows[299]);
+}
+
+#[test]
+fn two_hundred_and_fifty_six_children() {
+    for order in [Order::Arrival, Order::TreeFold, Order::TreePairwise] {
+        let mut rig = Rig::new(Setup { children: 256, window: 2, slots: 4, order, ..Setup::default() });
+        for seq in 0..6 {
+            rig.all_have(seq);
+            // From the last child to the first, each twice.
+            for child in (0..256).rev() {
+                rig.data(child, seq, &[f32::from(child)]);
+                rig.data(child, seq, &[f32::from(child)]);
+            }
+            let sent = rig.drain();
+            let to: BTreeSet<Addr> = sent.iter().map(|sent| sent.to).collect();
+            assert_eq!((sent.len(), to.len()), (256, 256));
+            assert!(sent.iter().all(|sent| sent.floats() == [255.0 * 128.0]));
+        }
+        assert_eq!(rig.dropped(DropReason::Duplicate), 6 * 256);
+    }
+}
+
+#[test]
+fn tree_orders_keep_their_bits_whatever_arrives_first() {
+    let values = [1e8_f32, 1.0, -1e8, 1.0];
+    let expected = [(Order::TreeFold, 1.0), (Order::TreePairwise, 0.0)];
+    for (order, expected) in expected {
+        for arrival in [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3, 0, 2]] {
+            let mut rig = Rig::new(Setup { children: 4, order, ..Setup::default() });
+            arrival.iter().for_each(|&child| rig.data(child, 0, &[values[usize::from(child)]]));
+            assert_eq!(rig.drain()[0].floats(), [expected], "{order:?} {arrival:?}");
+        }
+    }
+}

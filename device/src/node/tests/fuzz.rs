@@ -1,0 +1,180 @@
+//! Packets that nobody should send: random bytes, and headers that are right but for some fields. Nothing panics,
+//! and the state's invariants hold after each (`check_invariants` in [`Rig::put_bytes`]).
+
+use super::*;
+use proptest::prelude::*;
+use sumac_hal::op::Collective;
+
+/// Numbers at which arithmetic could go wrong, and small ones.
+fn numbers() -> impl Strategy<Value = u64> {
+    prop_oneof![4 => 0_u64..24, 1 => any::<u64>(), 1 => prop::sample::select(vec![u64::MAX, u64::MAX - 63, 1 << 63, 255, 256])]
+}
+
+/// One field given another content.
+#[derive(Debug, Clone, Copy)]
+enum Wrong {
+    Nothing,
+    Child(u16),
+    Key(u64),
+    Group(u32),
+    Epoch(u32),
+    Count(u16),
+    Mark(u64),
+    Signature(u32),
+    Bits(u64),
+    Bits2(u64),
+    Dtype(Option<Dtype>),
+    Op(Option<ReduceOp>),
+    Collective(Option<Collective>),
+    Partial,
+    Token(u32),
+}
+
+fn wrongs() -> impl Strategy<Value = Wrong> {
+    prop_oneof![
+        8 => Just(Wrong::Nothing),
+        1 => any::<u16>().prop_map(Wrong::Child),
+        1 => any::<u64>().prop_map(Wrong::Key),
+        1 => any::<u32>().prop_map(Wrong::Group),
+        1 => any::<u32>().prop_map(Wrong::Epoch),
+        1 => any::<u16>().prop_map(Wrong::Count),
+        1 => numbers().prop_map(Wrong::Mark),
+        1 => any::<u32>().prop_map(Wrong::Signature),
+        1 => numbers().prop_map(Wrong::Bits),
+        1 => any::<u64>().prop_map(Wrong::Bits2),
+        1 => prop::option::of(prop::sample::select(Dtype::ALL)).prop_map(Wrong::Dtype),
+        1 => prop::option::of(prop::sample::select(ReduceOp::ALL)).prop_map(Wrong::Op),
+        1 => prop::option::of(prop::sample::select(Collective::ALL)).prop_map(Wrong::Collective),
+        1 => Just(Wrong::Partial),
+        1 => any::<u32>().prop_map(Wrong::Token),
+    ]
+}
+
+#[derive(Debug, Clone)]
+struct Step {
+    from_parent: bool,
+    child: u16,
+    kind: u8,
+    reason: u8,
+    seq: u64,
+    /// Say to have all that is answered.
+    up_to_date: bool,
+    elements: usize,
+    extra: usize,
+    wrong: Wrong,
+    after: u8,
+}
+
+prop_compose! {
+    fn steps()(
+        from_parent in prop::bool::weighted(0.3),
+        child in 0_u16..3,
+        kind in prop_oneof![6 => Just(1_u8), 1 => 2_u8..9],
+        reason in 1_u8..8,
+        seq in numbers(),
+        up_to_date in any::<bool>(),
+        elements in prop_oneof![8 => Just(2_usize), 1 => 0_usize..20],
+        extra in prop_oneof![8 => Just(0_usize), 1 => 0_usize..4],
+        wrong in wrongs(),
+        after in 0_u8..12,
+    ) -> Step {
+        Step { from_parent, child, kind, reason, seq, up_to_date, elements, extra, wrong, after }
+    }
+}
+
+fn apply(wrong: Wrong, repr: &mut Repr) {
+    match wrong {
+        Wrong::Nothing => {}
+        Wrong::Child(n) => repr.child = ChildIndex(n),
+        Wrong::Key(n) => repr.key = n,
+        Wrong::Group(n) => repr.group = GroupId(n),
+        Wrong::Epoch(n) => repr.epoch = Epoch::from_bits(n),
+        Wrong::Count(n) => repr.count = n,
+        Wrong::Mark(n) => repr.mark = ChunkNo(n),
+        Wrong::Signature(n) => repr.signature = n,
+        Wrong::Bits(n) => repr.bits = n,
+        Wrong::Bits2(n) => repr.bits2 = n,
+        Wrong::Dtype(dtype) => repr.dtype = dtype,
+        Wrong::Op(op) => repr.op = op,
+        Wrong::Collective(collective) => repr.collective = collective,
+        Wrong::Partial => repr.flags.toggle(Flags::PARTIAL),
+        Wrong::Token(n) => repr.token = n,
+    }
+}
+
+fn run(setup: Setup, script: &[Step]) {
+    let mut rig = Rig::new(setup);
+    for step in script {
+        let group = rig.node.storage.groups[0].as_ref();
+        let (own, answered) = group.map_or((0, 0), |group| (group.token, group.answered_below));
+        let kind = Kind::from_wire(step.kind).expect("1 to 8");
+        rig.have.fill(if step.up_to_date { setup.shard.global(answered).0 } else { 0 });
+        let (from, mut repr) = if step.from_parent {
+            (PARENT, Repr { bits: u64::from(step.reason), ..rig.down(kind, step.seq, own) })
+        } else {
+            (child_addr(step.child), rig.up(kind, step.child, step.seq))
+        };
+        if kind == Kind::Nak {
+            repr.reason = NakReason::from_wire(step.reason);
+        }
+        if step.from_parent {
+            (repr.collective, repr.bits2) = (Some(OP.collective), sumac_hal::wire::pack_op(&OP));
+        }
+        apply(step.wrong, &mut repr);
+        rig.put(from, repr, &vec![step.kind; step.elements * 4 + step.extra]);
+        match step.after {
+            0..=4 => drop(rig.drain()),
+            5 => rig.pass_ms(3),
+            6 => rig.pass_ms(700),
+            7 => drop(rig.next()),
+            _ => {}
+        }
+    }
+    assert_eq!(rig.node.counters().packets_in, script.len() as u64);
+    rig.drain();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn nothing_that_arrives_breaks_a_node(
+        script in prop::collection::vec(steps(), 1..120),
+        order in prop::sample::select(vec![Order::Arrival, Order::TreeFold, Order::TreePairwise]),
+        has_parent in any::<bool>(),
+        shards in 1_u16..3,
+    ) {
+        let shard = Shard::new(shards - 1, shards).unwrap();
+        run(Setup { children: 3, window: 4, slots: 8, order, has_parent, shard, ..Setup::default() }, &script);
+    }
+
+    #[test]
+    fn random_bytes_are_malformed(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        let mut rig = Rig::new(Setup::default());
+        rig.put_bytes(child_addr(0), &bytes);
+        prop_assert_eq!(rig.dropped(DropReason::Malformed), 1);
+        prop_assert_eq!(rig.drain(), vec![]);
+    }
+
+    /// A valid packet with any bytes overwritten and the checksum made right again.
+    #[test]
+    fn damaged_headers_with_a_right_checksum_break_nothing(
+        edits in prop::collection::vec((0_usize..92, any::<u8>()), 1..8),
+        elements in 0_usize..20,
+    ) {
+        let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
+        rig.data(1, 0, &[1.0]);
+        let payload = vec![0; elements * 4];
+        let repr = Repr { payload_len_bytes: payload.len() as u16, ..rig.up(Kind::Data, 0, 0) };
+        let mut bytes = vec![0; repr.packet_len()];
+        repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), payload_crc(&payload));
+        edits.iter().for_each(|&(at, byte)| bytes[at] = byte);
+        let mut covered = bytes[..92].to_vec();
+        covered.extend(payload_crc(&payload).to_le_bytes());
+        let crc = sumac_hal::wire::crc32c(&covered);
+        bytes[92..96].copy_from_slice(&crc.to_le_bytes());
+        rig.put_bytes(child_addr(0), &bytes);
+        rig.put_bytes(PARENT, &bytes);
+        rig.drain();
+    }
+}

@@ -1,0 +1,209 @@
+//! What is lost is asked for: gaps, probes, resends, and how little is sent for it (PROTOCOL 3).
+
+use super::*;
+
+fn naks(sent: &[Sent], reason: NakReason) -> Vec<(Addr, u64)> {
+    sent.iter().filter(|sent| sent.is_nak(reason)).map(|sent| (sent.to, sent.repr.seq.0)).collect()
+}
+
+#[test]
+fn a_gap_is_asked_for_after_exactly_three_later_ones_and_once() {
+    let mut rig = Rig::new(Setup::default());
+    for seq in [1, 2] {
+        rig.data(0, seq, &[1.0]);
+        assert_eq!(rig.drain(), [], "{seq}: may be reordered only");
+    }
+    rig.data(0, 3, &[1.0]);
+    let sent = rig.drain();
+    assert_eq!(naks(&sent, NakReason::Missing), [(child_addr(0), 0)]);
+    assert_eq!((sent[0].repr.token, sent[0].repr.key), (token(0), key(0, 0)), "echoes the child's own token");
+    for seq in [4, 6, 7] {
+        rig.data(0, seq, &[1.0]);
+        assert_eq!(rig.drain(), [], "{seq}: chunk 0 was asked for, chunk 5 has two later ones");
+    }
+    rig.data(0, 0, &[1.0]);
+    rig.data(0, 5, &[1.0]);
+    assert_eq!(rig.drain(), []);
+    assert_eq!(rig.node.counters().naks, 1);
+}
+
+#[test]
+fn the_other_children_are_left_alone_and_the_window_is_halved_once() {
+    let mut rig = Rig::new(Setup { receive_buffer_bytes: 16 * 160, ..Setup::default() });
+    (0..7).for_each(|seq| rig.data(1, seq, &[1.0]));
+    assert_eq!(rig.drain(), []);
+    // Chunks 0 and 1 are lost together: both are asked for, the window (8) is cut once.
+    (2..7).for_each(|seq| rig.data(0, seq, &[1.0]));
+    assert_eq!(naks(&rig.drain()[..2], NakReason::Missing), [(child_addr(0), 0), (child_addr(0), 1)]);
+    assert_eq!(rig.node.counters().window_cuts, 1);
+    rig.data(0, 0, &[1.0]);
+    assert_eq!(rig.drain()[0].repr.window, 4, "halved; growing again by less than one a chunk");
+}
+
+#[test]
+fn a_probe_tells_what_is_in_and_what_is_complete() {
+    let mut rig = Rig::new(Setup { children: 2, ..Setup::default() });
+    rig.all(0);
+    rig.data(0, 1, &[1.0]);
+    rig.data(1, 2, &[1.0]);
+    rig.drain();
+    rig.probe(0, 0, 4, 0b0001);
+    let sent = rig.drain();
+    let [status] = &sent[..] else { panic!("chunk 0's answer is held, no need to send it: {sent:?}") };
+    assert_eq!((status.repr.kind, status.repr.token), (Kind::Status, 0x9999));
+    assert_eq!((status.repr.seq.0, status.repr.count), (0, 4));
+    assert_eq!((status.repr.bits, status.repr.bits2), (0b0011, 0b0001));
+    // The other child asks for another part, and lacks the answer.
+    rig.probe(1, 0, 64, 0);
+    let sent = rig.drain();
+    assert_eq!((sent[0].repr.bits, sent[0].repr.bits2), (0b0101, 0b0001));
+    assert_eq!((sent[1].repr.kind, sent[1].repr.seq.0, sent[1].to), (Kind::Result, 0, child_addr(1)));
+    assert_eq!(sent.len(), 2);
+    assert_eq!(rig.node.counters().answers_resent, 1);
+}
+
+#[test]
+fn probes_at_the_ends_of_the_numbers_are_answered() {
+    let mut rig = Rig::new(Setup::default());
+    rig.all(0);
+    rig.drain();
+    for (seq, count) in [(u64::MAX, 64), (u64::MAX - 5, u16::MAX), (0, 0), (1 << 63, 64)] {
+        rig.probe(0, seq, count, 0);
+        let sent = rig.drain();
+        assert_eq!(sent.len(), 1, "{sent:?}");
+        assert_eq!((sent[0].repr.kind, sent[0].repr.bits), (Kind::Status, 0));
+    }
+}
+
+#[test]
+fn answers_are_sent_again_as_often_as_the_child_has_earned() {
+    let mut rig = Rig::new(Setup::default());
+    rig.all(0);
+    rig.drain();
+    // One contribution is one answer on credit; a Nak earns nothing.
+    for expected in [1, 0, 0] {
+        rig.nak(0, NakReason::Missing, 0);
+        assert_eq!(rig.drain().len(), expected);
+    }
+    // A probe earns the answer that it asks for.
+    for _ in 0..5 {
+        rig.probe(0, 0, 1, 0);
+        assert_eq!(rig.drain().len(), 2, "Status and Result");
+    }
+    assert_eq!(rig.node.counters().answers_resent, 6);
+    // What is about to be sent anyway is not sent twice.
+    rig.all_have(1);
+    rig.all(1);
+    rig.nak(0, NakReason::Missing, 1);
+    assert_eq!(rig.drain().len(), 2);
+}
+
+#[test]
+fn strangers_get_an_echo_and_not_too_many() {
+    let mut rig = Rig::new(Setup::default());
+    let stranger = Addr::Emu(500);
+    type Change = fn(&mut Repr);
+    let cases: [(NakReason, Change); 2] = [
+        (NakReason::UnknownGroup, |repr| repr.group = GroupId(99)),
+        (NakReason::WrongEpoch, |repr| repr.epoch = Epoch { term: 0, counter: 9 }),
+    ];
+    for (reason, change) in cases {
+        for kind in [Kind::Data, Kind::Empty, Kind::Probe] {
+            let mut repr = Repr { key: 0x77, token: 0x55, ..rig.up(kind, 1, 3) };
+            change(&mut repr);
+            rig.put(stranger, repr, &[]);
+            let sent = rig.drain();
+            let [nak] = &sent[..] else { panic!("one answer: {sent:?}") };
+            assert!(nak.to == stranger && nak.is_nak(reason));
+            let echo = |r: &Repr| (r.group, r.epoch, r.child, r.key, r.seq, r.token);
+            assert_eq!(echo(&nak.repr), echo(&repr));
+        }
+        // What answers nothing is never answered: two nodes could go on for ever.
+        for kind in [Kind::Result, Kind::Done, Kind::Status] {
+            let mut repr = rig.up(kind, 1, 3);
+            change(&mut repr);
+            rig.put(stranger, repr, &[]);
+        }
+        let mut nak = Repr { reason: Some(reason), ..rig.up(Kind::Nak, 1, 3) };
+        change(&mut nak);
+        rig.put(stranger, nak, &[]);
+        assert_eq!(rig.drain(), []);
+    }
+    let flood = |rig: &mut Rig| {
+        let repr = Repr { group: GroupId(99), ..rig.up(Kind::Probe, 0, 0) };
+        (0..1000).for_each(|_| rig.put(stranger, repr, &[]));
+        rig.drain().len()
+    };
+    rig.pass_ms(1);
+    assert_eq!(flood(&mut rig), 16);
+    assert_eq!(flood(&mut rig), 0, "in the same millisecond");
+    rig.pass_ms(1);
+    assert_eq!(flood(&mut rig), 16);
+}
+
+#[test]
+fn the_way_up_is_probed_with_back_off_and_resends_only_what_is_missing() {
+    let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
+    (0..3).for_each(|seq| rig.all(seq));
+    assert_eq!(rig.drain().len(), 3);
+    let due = rig.node.poll_timeout().expect("armed by the contributions");
+    rig.now = due;
+    rig.node.handle_timeout(due);
+    let sent = rig.drain();
+    let [probe] = &sent[..] else { panic!("a header, no payload: {sent:?}") };
+    assert_eq!((probe.repr.kind, probe.repr.seq.0, probe.repr.count), (Kind::Probe, 0, 3));
+    let later = rig.node.poll_timeout().expect("armed again");
+    assert!(later > due);
+    // The parent has 0 and 2; a Status that echoes something else does nothing.
+    let wrong = Repr { bits: 0, count: 3, ..rig.down(Kind::Status, 0, probe.repr.token ^ 1) };
+    rig.put(PARENT, wrong, &[]);
+    assert_eq!(rig.drain(), []);
+    let status = Repr { bits: 0b101, count: 3, ..rig.down(Kind::Status, 0, probe.repr.token) };
+    rig.put(PARENT, status, &[]);
+    let sent = rig.drain();
+    assert_eq!(sent.iter().map(|sent| (sent.repr.kind, sent.repr.seq.0)).collect::<Vec<_>>(), [(Kind::Data, 1)]);
+    rig.put(PARENT, status, &[]);
+    assert_eq!(rig.drain(), [], "a doubled Status counts once");
+    assert_eq!(rig.node.counters().contributions_resent, 1);
+    let missing = Repr { reason: Some(NakReason::Missing), ..rig.down(Kind::Nak, 2, probe.repr.token) };
+    rig.put(PARENT, missing, &[]);
+    assert_eq!(rig.drain(), [], "the probe's token has been used");
+    rig.put(PARENT, Repr { token: sent[0].repr.token, ..missing }, &[]);
+    assert_eq!(rig.drain()[0].repr.seq.0, 2);
+}
+
+#[test]
+fn a_lost_answer_of_the_parent_is_asked_for_after_three_later_ones() {
+    let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
+    (0..4).for_each(|seq| rig.all(seq));
+    let own = rig.drain()[0].repr.token;
+    for seq in 1..4 {
+        let result = rig.down(Kind::Result, seq, own);
+        rig.put(PARENT, result, &floats(&[1.0]));
+        let asked = naks(&rig.drain(), NakReason::Missing);
+        assert_eq!(asked, if seq == 3 { vec![(PARENT, 0)] } else { vec![] });
+    }
+}
+
+#[test]
+fn a_straggler_causes_headers_only() {
+    let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
+    rig.all(0);
+    let data_bytes: usize = rig.drain().iter().map(|sent| sent.payload.len()).sum();
+    assert_eq!(data_bytes, 4);
+    // Ten seconds without a result; the parent answers each probe: everything is in, nothing is complete.
+    let end = rig.now + core::time::Duration::from_secs(10);
+    let mut probes = 0;
+    while let Some(due) = rig.node.poll_timeout().filter(|&at| at < end) {
+        rig.now = due;
+        rig.node.handle_timeout(due);
+        for sent in rig.drain() {
+            assert_eq!((sent.repr.kind, sent.payload.len()), (Kind::Probe, 0));
+            probes += 1;
+            let status = Repr { bits: 1, count: 1, ..rig.down(Kind::Status, 0, sent.repr.token) };
+            rig.put(PARENT, status, &[]);
+        }
+    }
+    assert!((90..150).contains(&probes), "{probes}: at most one each 100 ms, after the back-off");
+    assert_eq!(rig.node.poll_event(), None, "and the hop is not dead");
+}

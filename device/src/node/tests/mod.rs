@@ -1,0 +1,295 @@
+//! Tests of one node, packet by packet: hand-made packets in, decoded packets out, and the state's invariants
+//! checked after each.
+
+mod bounds;
+mod control;
+mod drops;
+mod ends;
+mod flow;
+mod fuzz;
+mod loss;
+mod model;
+
+use super::{Node, NodeConfig};
+use crate::group::Child;
+use crate::memory::Storage;
+use crate::slot::{Slot, State};
+use std::vec;
+use std::vec::Vec;
+use sumac_hal::ctrl::{DropReason, GroupConfig, NodeParent, Order, Request, Response, TreeConfig};
+use sumac_hal::ids::{BootId, ChildIndex, ChunkNo, Epoch, GroupId, TreeId};
+use sumac_hal::key::GroupSecret;
+use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
+use sumac_hal::port::Addr;
+use sumac_hal::shard::Shard;
+use sumac_hal::time::Instant;
+use sumac_hal::uplink::HopTimers;
+use sumac_hal::wire::{Flags, Kind, NakReason, Packet, Repr, payload_crc};
+
+pub(super) const PARENT: Addr = Addr::Emu(9000);
+/// This node's place below its parent.
+pub(super) const OWN_PLACE: ChildIndex = ChildIndex(5);
+pub(super) const PARENT_KEY: u64 = 0xfeed;
+pub(super) const EPOCH: Epoch = Epoch { term: 1, counter: 3 };
+/// What all children call unless a test says otherwise.
+pub(super) const OP: OpDesc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 1000);
+pub(super) const LEASE_MS: u32 = 60_000;
+const SECRET: GroupSecret = GroupSecret([9; 16]);
+
+/// What a node under test is like. Group `i` has the id `7 + i`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Setup {
+    pub(super) children: u16,
+    pub(super) window: u16,
+    pub(super) slots: u16,
+    pub(super) order: Order,
+    pub(super) has_parent: bool,
+    pub(super) shard: Shard,
+    pub(super) chunk_len_bytes: u16,
+    pub(super) groups: usize,
+    pub(super) receive_buffer_bytes: usize,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self {
+            children: 2,
+            window: 8,
+            slots: 16,
+            order: Order::Arrival,
+            has_parent: false,
+            shard: Shard::WHOLE,
+            chunk_len_bytes: 64,
+            groups: 1,
+            receive_buffer_bytes: 1 << 20,
+        }
+    }
+}
+
+/// A packet that the node sent.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Sent {
+    pub(super) to: Addr,
+    pub(super) repr: Repr,
+    pub(super) payload: Vec<u8>,
+}
+
+impl Sent {
+    pub(super) fn floats(&self) -> Vec<f32> {
+        let (words, rest) = self.payload.as_chunks::<4>();
+        assert!(rest.is_empty());
+        words.iter().map(|word| f32::from_le_bytes(*word)).collect()
+    }
+
+    pub(super) fn is_nak(&self, reason: NakReason) -> bool {
+        self.repr.kind == Kind::Nak && self.repr.reason == Some(reason)
+    }
+}
+
+/// A node, a clock, and what its children have.
+pub(super) struct Rig {
+    pub(super) node: Node<'static>,
+    pub(super) setup: Setup,
+    pub(super) now: Instant,
+    /// What each child says it has in the packets that [`Rig::up`] makes, group 0.
+    pub(super) have: Vec<u64>,
+    buffer: Vec<u8>,
+}
+
+pub(super) fn floats(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
+pub(super) fn child_addr(child: u16) -> Addr {
+    Addr::Emu(u32::from(child))
+}
+
+pub(super) fn group_id(group: usize) -> GroupId {
+    GroupId(7 + group as u32)
+}
+
+pub(super) fn key(group: usize, child: u16) -> u64 {
+    SECRET.child_key(group_id(group), EPOCH, ChildIndex(child))
+}
+
+pub(super) fn token(child: u16) -> u32 {
+    0xab00 + u32::from(child)
+}
+
+/// The group as a controller would describe it.
+pub(super) fn group_config(setup: &Setup, group: usize) -> GroupConfig {
+    GroupConfig {
+        group: group_id(group),
+        tree: TreeId(1),
+        epoch: EPOCH,
+        order: setup.order,
+        secret: SECRET,
+        parent_key: if setup.has_parent { PARENT_KEY } else { 0 },
+        window_max: setup.window,
+        slots: setup.slots,
+        chunk_len_bytes: setup.chunk_len_bytes,
+        lease_ms: LEASE_MS,
+        timers: HopTimers::DEFAULT.into(),
+    }
+}
+
+pub(super) fn tree_config(setup: &Setup) -> TreeConfig {
+    let addrs = (0..setup.shard.shards()).map(|_| PARENT).collect();
+    let parent = setup.has_parent.then_some(NodeParent { data_addrs: addrs, child: OWN_PLACE });
+    TreeConfig { tree: TreeId(1), parent, children: setup.children }
+}
+
+/// A node without trees and groups, with exactly the memory that `setup` needs.
+pub(super) fn bare(setup: &Setup) -> Node<'static> {
+    let slots = usize::from(setup.slots) * setup.groups;
+    let bytes = slots * setup.order.stages(setup.children) * usize::from(setup.chunk_len_bytes);
+    let config = NodeConfig {
+        shard: setup.shard,
+        boot_id: BootId(42),
+        max_packet_len_bytes: 9000,
+        receive_buffer_bytes: setup.receive_buffer_bytes,
+    };
+    let storage = Storage {
+        groups: Vec::leak((0..setup.groups).map(|_| None).collect()),
+        trees: Vec::leak(vec![None; setup.groups]),
+        children: Vec::leak(vec![Child::EMPTY; usize::from(setup.children) * setup.groups]),
+        slots: Vec::leak(vec![Slot::EMPTY; slots]),
+        bytes: Vec::leak(vec![0; bytes]),
+    };
+    Node::new(config, storage)
+}
+
+impl Rig {
+    pub(super) fn new(setup: Setup) -> Self {
+        let mut node = bare(&setup);
+        let now = Instant::from_nanos(1_000_000);
+        assert_eq!(node.control(&Request::InstallTree(tree_config(&setup)), now), Response::Done);
+        for group in 0..setup.groups {
+            assert_eq!(node.control(&Request::CreateGroup(group_config(&setup, group)), now), Response::Done);
+        }
+        Self { node, setup, now, have: vec![0; usize::from(setup.children)], buffer: vec![0; 9000] }
+    }
+
+    /// A contribution's or request's header, right in every field.
+    pub(super) fn up(&self, kind: Kind, child: u16, seq: u64) -> Repr {
+        Repr {
+            collective: Some(OP.collective),
+            dtype: OP.dtype,
+            op: OP.op,
+            bits: OP.count,
+            signature: OP.signature(Path::Tree, 1),
+            flags: Flags::WANT,
+            count: 1,
+            seq: ChunkNo(seq),
+            mark: ChunkNo(self.have[usize::from(child)]),
+            token: token(child),
+            ..Repr::new(kind, group_id(0), EPOCH, ChildIndex(child), key(0, child))
+        }
+    }
+
+    /// A header from the parent, right in every field; `token` is what it echoes.
+    pub(super) fn down(&self, kind: Kind, seq: u64, token: u32) -> Repr {
+        Repr {
+            count: 1,
+            seq: ChunkNo(seq),
+            token,
+            window: self.setup.window,
+            ..Repr::new(kind, group_id(0), EPOCH, OWN_PLACE, PARENT_KEY)
+        }
+    }
+
+    /// Let a packet arrive.
+    pub(super) fn put(&mut self, from: Addr, repr: Repr, payload: &[u8]) {
+        let repr = Repr { payload_len_bytes: payload.len() as u16, ..repr };
+        let mut bytes = vec![0; repr.packet_len()];
+        let mut packet = Packet::new_unchecked(&mut bytes[..]);
+        packet.payload_mut().copy_from_slice(payload);
+        repr.emit(&mut packet, payload_crc(payload));
+        self.put_bytes(from, &bytes);
+    }
+
+    pub(super) fn put_bytes(&mut self, from: Addr, bytes: &[u8]) {
+        self.node.handle(from, bytes, self.now);
+        check_invariants(&mut self.node);
+    }
+
+    /// Let `child` contribute `values` to `seq`.
+    pub(super) fn data(&mut self, child: u16, seq: u64, values: &[f32]) {
+        let repr = self.up(Kind::Data, child, seq);
+        self.put(child_addr(child), repr, &floats(values));
+    }
+
+    /// Let every child contribute its number to `seq`.
+    pub(super) fn all(&mut self, seq: u64) {
+        (0..self.setup.children).for_each(|child| self.data(child, seq, &[f32::from(child)]));
+    }
+
+    /// Note that every child has everything below `have`; their next packets say so.
+    pub(super) fn all_have(&mut self, have: u64) {
+        self.have.fill(have);
+    }
+
+    pub(super) fn nak(&mut self, child: u16, reason: NakReason, seq: u64) {
+        let repr = Repr { reason: Some(reason), ..self.up(Kind::Nak, child, seq) };
+        self.put(child_addr(child), repr, &[]);
+    }
+
+    /// Let `child` probe `count` seqs from `seq` on, of which it holds the answers `held`.
+    pub(super) fn probe(&mut self, child: u16, seq: u64, count: u16, held: u64) {
+        let repr = Repr { count, bits: held, token: 0x9999, ..self.up(Kind::Probe, child, seq) };
+        self.put(child_addr(child), repr, &[]);
+    }
+
+    /// Take the node's next packet.
+    pub(super) fn next(&mut self) -> Option<Sent> {
+        let announced = self.node.poll_destination();
+        let sent = self.node.poll_transmit(&mut self.buffer, self.now);
+        assert_eq!(announced, sent.map(|sent| sent.to), "poll_destination told something else");
+        let sent = sent?;
+        let packet = Packet::new_checked(&self.buffer[..sent.len_bytes]).expect("nodes send valid packets");
+        let repr = Repr::parse(&packet).expect("nodes send packets of this version");
+        Some(Sent { to: sent.to, repr, payload: packet.payload().to_vec() })
+    }
+
+    /// Take all that the node has to send.
+    pub(super) fn drain(&mut self) -> Vec<Sent> {
+        let sent: Vec<Sent> = core::iter::from_fn(|| self.next()).collect();
+        check_invariants(&mut self.node);
+        sent
+    }
+
+    /// Move the clock.
+    pub(super) fn pass_ms(&mut self, ms: u64) {
+        self.now = self.now + core::time::Duration::from_millis(ms);
+        self.node.handle_timeout(self.now);
+        check_invariants(&mut self.node);
+    }
+
+    pub(super) fn dropped(&self, reason: DropReason) -> u64 {
+        self.node.counters().dropped(reason)
+    }
+}
+
+/// What holds between any two calls, whatever came in.
+pub(super) fn check_invariants(node: &mut Node<'_>) {
+    for index in 0..node.storage.groups.len() {
+        let Some(live) = node.live(index) else { continue };
+        let (group, shard) = (&live.group, live.common.config.shard);
+        let least = live.children.iter().map(|child| child.have).min();
+        assert_eq!(Some(group.min_have), least, "min_have is the least have");
+        assert!(shard.below(group.min_have) <= group.answered_below, "nobody has what was not answered");
+        assert!(live.children.iter().all(|child| child.credit <= Child::CREDIT_MAX));
+        for (i, slot) in live.slots.iter().enumerate() {
+            let full = slot.bits.len() == live.children.len();
+            let (up, down) = (group.up.contains(i), group.down.contains(i));
+            assert_eq!(down, !slot.pending.is_empty(), "what is pending is in the queue down");
+            assert!(!up || matches!(slot.state, State::Up | State::Refused), "only contributions go up");
+            assert!(slot.state == State::Free || slot.local % live.slots.len() as u64 == i as u64);
+            assert!(slot.state == State::Free || slot.local < group.answered_below + group.window_local);
+            assert!(!matches!(slot.state, State::Up | State::Answered) || full, "complete means everybody");
+            for set in [&slot.data, &slot.want, &slot.pending] {
+                assert!((0..live.children.len()).all(|child| !set.contains(child) || slot.bits.contains(child)));
+            }
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! An attacker: off the path, so without the keys of other groups, but able to send anything from any address, to
+//! repeat what was seen before, and a paying member of a group of its own on the same devices.
+
+use super::cluster::Cluster;
+use super::incident::Alarm;
+use super::options::Draw;
+use super::wiring::{STRANGER, Wiring, node_addr, rank_addr};
+use std::collections::VecDeque;
+use std::time::Duration;
+use sumac_hal::emu::Delivery;
+use sumac_hal::ids::{ChunkNo, Epoch};
+use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
+use sumac_hal::port::Addr;
+use sumac_hal::wire::{Flags, Kind, NakReason, Packet, Repr, pack_op, payload_crc};
+
+/// What the attacker has seen and sent.
+pub(super) struct Attacker {
+    draw: Draw,
+    seen: VecDeque<Delivery>,
+    sent: u64,
+}
+
+impl Attacker {
+    pub(super) fn new(seed: u64) -> Self {
+        Self { draw: Draw::new(seed ^ 0x6261_6421), seen: VecDeque::new(), sent: 0 }
+    }
+
+    pub(super) fn sent(&self) -> u64 {
+        self.sent
+    }
+
+    pub(super) fn overhear(&mut self, delivery: Delivery) {
+        if self.seen.len() == MEMORY_PACKETS {
+            self.seen.pop_front();
+        }
+        self.seen.push_back(delivery);
+    }
+
+    /// Draw a packet that was seen, whole, and its header.
+    fn recall(&mut self) -> Option<(Delivery, Repr)> {
+        if self.seen.is_empty() {
+            return None;
+        }
+        let seen = self.seen[self.draw.below(self.seen.len() as u64) as usize].clone();
+        let repr = Repr::parse(&Packet::new_checked(&seen.bytes[..]).ok()?).ok()?;
+        Some((seen, repr))
+    }
+
+    /// Forge a packet: (from, to, bytes).
+    fn forge(&mut self, cluster: &Scene<'_>) -> Option<(Addr, Addr, Vec<u8>)> {
+        let choice = self.draw.below(8);
+        if choice == 0 {
+            let bytes = (0..self.draw.below(300)).map(|_| self.draw.bits() as u8).collect();
+            return Some((STRANGER, self.recall()?.0.to, bytes));
+        }
+        if choice <= 2 {
+            return Some(self.as_member(cluster));
+        }
+        let (seen, mut repr) = self.recall()?;
+        let payload = seen.bytes[sumac_hal::wire::HEADER_LEN..].to_vec();
+        let mut from = seen.from;
+        match choice {
+            // Late copies, of packets that did arrive: nothing but the network's own duplicates.
+            3 => return Some((seen.from, seen.to, seen.bytes)),
+            // The same from elsewhere, to an address that the real sender is known by.
+            4 => from = STRANGER,
+            // From another life of the group, whose keys were others.
+            5 => {
+                repr.epoch = Epoch { counter: self.draw.below(3) as u16, ..repr.epoch };
+                repr.key = wrong_key(repr.key, &mut self.draw);
+            }
+            6 => repr.key = wrong_key(repr.key, &mut self.draw),
+            // What would end a group, if keys or tokens were not looked at.
+            _ => {
+                repr.kind = Kind::Nak;
+                repr.reason = NakReason::from_wire(1 + self.draw.below(7) as u8);
+                repr.bits2 = pack_op(&OpDesc::barrier());
+                repr.collective = Some(OpDesc::barrier().collective);
+                repr.key = wrong_key(repr.key, &mut self.draw);
+            }
+        }
+        let payload = if repr.kind == Kind::Nak { Vec::new() } else { payload };
+        Some((from, seen.to, sealed(repr, &payload)))
+    }
+
+    /// Anything that a member of another group can send, with a right key, from its own address.
+    fn as_member(&mut self, scene: &Scene<'_>) -> (Addr, Addr, Vec<u8>) {
+        let draw = &mut self.draw;
+        let rank = draw.below(scene.ranks as u64) as usize;
+        let config = scene.wiring.endpoint(scene.options, rank, scene.group, scene.epoch);
+        let numbers = [0, 1, 2, 3, 5, 17, 63, 64, 255, 1 << 20, u64::MAX - 1, u64::MAX];
+        let op = OpDesc::all_reduce(draw.one_of(Dtype::ALL), draw.one_of(ReduceOp::ALL), draw.one_of(&numbers));
+        let kinds =
+            [Kind::Data, Kind::Data, Kind::Empty, Kind::Probe, Kind::Nak, Kind::Ref, Kind::Result, Kind::Status];
+        let kind = draw.one_of(&kinds);
+        let reason = (kind == Kind::Nak).then(|| NakReason::from_wire(1 + draw.below(7) as u8)).flatten();
+        let repr = Repr {
+            flags: Flags::from_bits_truncate(draw.bits() as u16),
+            collective: Some(op.collective),
+            dtype: op.dtype,
+            op: op.op,
+            bits: op.count,
+            reason,
+            child: if draw.chance(50) { sumac_hal::ids::ChildIndex(draw.bits() as u16) } else { config.child },
+            count: draw.one_of(&[1, 1, 1, 0, 64, u16::MAX]),
+            seq: ChunkNo(draw.one_of(&numbers)),
+            mark: ChunkNo(if draw.chance(700) { 0 } else { draw.one_of(&numbers) }),
+            signature: draw.below(2) as u32,
+            token: draw.bits() as u32,
+            bits2: draw.bits(),
+            ..Repr::new(kind, config.group, config.epoch, config.child, config.key)
+        };
+        let payload: Vec<u8> = (0..draw.one_of(&[0, 4, 8, 16, 64, 300])).map(|_| draw.bits() as u8).collect();
+        let shard = draw.below(config.parents.len() as u64) as u16;
+        let Addr::Emu(leaf) = config.parents[0] else { unreachable!("emulated addresses only") };
+        (rank_addr(rank, scene.group), node_addr(leaf as usize / 16, shard), sealed(repr, &payload))
+    }
+}
+
+/// What the attacker knows of the cluster.
+struct Scene<'a> {
+    options: &'a super::options::Options,
+    wiring: &'a Wiring,
+    /// Its own group.
+    group: usize,
+    epoch: Epoch,
+    ranks: usize,
+}
+
+impl Cluster<'_, '_> {
+    /// Send a few forged packets, and come back, as long as anybody works.
+    pub(super) fn attack(&mut self) {
+        let scene = Scene {
+            options: self.options,
+            wiring: &self.wirings[0],
+            group: self.options.groups.len(),
+            epoch: self.epoch,
+            ranks: self.options.ranks,
+        };
+        for _ in 0..1 + self.attacker.draw.below(8) {
+            if let Some((from, to, bytes)) = self.attacker.forge(&scene) {
+                self.fabric.send(self.now, from, to, &bytes);
+                self.attacker.sent += 1;
+            }
+        }
+        if self.attacker.sent < ATTACKS_MAX {
+            let pause = self.attacker.draw.one_of(&[1_000, 10_000, 100_000, 1_000_000]);
+            let next = self.now + Duration::from_nanos(self.attacker.draw.below(pause));
+            self.schedule(next, Alarm::Attack);
+        }
+    }
+}
+
+/// A key that is not right, nor gets right by being made wrong again: forgeries are overheard too.
+fn wrong_key(key: u64, draw: &mut Draw) -> u64 {
+    key.wrapping_add(1 + draw.below(1 << 32))
+}
+
+fn sealed(repr: Repr, payload: &[u8]) -> Vec<u8> {
+    let repr = Repr { payload_len_bytes: payload.len() as u16, ..repr };
+    let mut bytes = vec![0; repr.packet_len()];
+    let mut packet = Packet::new_unchecked(&mut bytes[..]);
+    packet.payload_mut().copy_from_slice(payload);
+    repr.emit(&mut packet, payload_crc(payload));
+    bytes
+}
+
+const MEMORY_PACKETS: usize = 64;
+const ATTACKS_MAX: u64 = 3_000;

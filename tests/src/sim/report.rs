@@ -1,0 +1,215 @@
+//! What a run did, and what can go wrong with it.
+
+use std::time::Duration;
+use sumac::endpoint::EndpointError;
+use sumac_hal::ctrl::Counters;
+use thiserror::Error;
+
+/// What went wrong.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum Violation {
+    /// A rank has another result than the oracle.
+    #[error("group {group} rank {rank} operation {op}: element {element} is {found:02x?}, expected {expected:02x?}")]
+    Wrong {
+        /// The group's index.
+        group: usize,
+        /// The rank.
+        rank: usize,
+        /// The operation's index.
+        op: usize,
+        /// The first wrong element.
+        element: usize,
+        /// Its bytes.
+        found: Vec<u8>,
+        /// The oracle's.
+        expected: Vec<u8>,
+    },
+    /// A chunk of an operation that failed is neither as it was nor a whole result.
+    #[error("group {group} rank {rank} operation {op}: chunk {chunk} is torn")]
+    Torn {
+        /// The group's index.
+        group: usize,
+        /// The rank.
+        rank: usize,
+        /// The operation's index.
+        op: usize,
+        /// The chunk's index in the operation.
+        chunk: usize,
+    },
+    /// Nothing happens any more, or it takes too long, and somebody still waits.
+    #[error("hang at {at:?}: {waiting} ranks wait, the first is rank {rank} in group {group} after {done} operations")]
+    Hang {
+        /// The virtual time.
+        at: Duration,
+        /// Ranks, counted once a group, without an end.
+        waiting: usize,
+        /// The group's index of the first.
+        group: usize,
+        /// The first.
+        rank: usize,
+        /// Its completed operations.
+        done: u64,
+    },
+    /// A rank ended otherwise than the scenario calls for.
+    #[error("group {group} rank {rank} ended after {done} operations with {error:?}; expected {expected}")]
+    End {
+        /// The group's index.
+        group: usize,
+        /// The rank.
+        rank: usize,
+        /// Its completed operations.
+        done: u64,
+        /// What it was told.
+        error: Option<EndpointError>,
+        /// What should have been.
+        expected: String,
+    },
+    /// A rank that depends on a dead device was not told within the limit.
+    #[error("group {group} rank {rank} was not told of the dead device by {at:?}")]
+    Late {
+        /// The group's index.
+        group: usize,
+        /// The rank.
+        rank: usize,
+        /// The limit.
+        at: Duration,
+    },
+    /// An operation completed twice or out of order.
+    #[error("group {group} rank {rank}: completion {found} came where {expected} was due")]
+    Completion {
+        /// The group's index.
+        group: usize,
+        /// The rank.
+        rank: usize,
+        /// What came.
+        found: u64,
+        /// What was due.
+        expected: u64,
+    },
+    /// A device refused a valid request.
+    #[error("device {device} refused: {response}")]
+    Refused {
+        /// The device's index.
+        device: usize,
+        /// What it said.
+        response: String,
+    },
+    /// Numbers that have to be equal are not.
+    #[error("{what}: {found}, expected {expected}")]
+    Conservation {
+        /// What was counted.
+        what: &'static str,
+        /// The count.
+        found: u64,
+        /// What it should be.
+        expected: u64,
+    },
+    /// A queue grew past its limit.
+    #[error("{what}: {found}, more than {limit}")]
+    Limit {
+        /// Which.
+        what: &'static str,
+        /// Its length.
+        found: u64,
+        /// Its limit.
+        limit: u64,
+    },
+    /// Somebody has something to send or waits for something when all is over.
+    #[error("{who} is not quiet at the end")]
+    NotQuiet {
+        /// Who.
+        who: String,
+    },
+}
+
+/// What a run did; of several runs, added up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Report {
+    /// Hash over everything that happened on the links: equal for equal seeds.
+    pub log_hash: u64,
+    /// Virtual time until the last rank had its last answer or error.
+    pub took: Duration,
+    /// Packets sent by all.
+    pub packets: u64,
+    /// The most packets on their way at any time.
+    pub in_flight_most: u64,
+    /// Packets lost because a receiver's queue was full.
+    pub incast_drops: u64,
+    /// The devices' counters, added up.
+    pub counters: Counters,
+    /// Contributions that ranks sent again.
+    pub retransmits: u64,
+    /// Probes that ranks sent.
+    pub probes: u64,
+    /// Packets that ranks dropped.
+    pub rank_drops: u64,
+    /// Ranks that got every result, counted once a group.
+    pub completed: u64,
+    /// Ranks that were told `Mismatch`.
+    pub mismatches: u64,
+    /// Ranks that were told `PathLost`.
+    pub paths_lost: u64,
+    /// Ranks that were told `GroupLost`.
+    pub groups_lost: u64,
+    /// Packets that an attacker sent.
+    pub attacks: u64,
+}
+
+impl Report {
+    /// Add another run's numbers.
+    pub fn merge(&mut self, other: &Self) {
+        self.log_hash = crate::oracle::weight(&[self.log_hash, other.log_hash]);
+        self.took += other.took;
+        self.in_flight_most = self.in_flight_most.max(other.in_flight_most);
+        self.counters.merge(&other.counters);
+        for ((_, sum), (_, n)) in self.marks().into_iter().zip(other.clone().marks()) {
+            *sum += *n;
+        }
+    }
+
+    /// Note how a rank ended.
+    pub(super) fn count_end(&mut self, error: Option<EndpointError>) {
+        *match error {
+            None => &mut self.completed,
+            Some(EndpointError::Mismatch { .. }) => &mut self.mismatches,
+            Some(EndpointError::PathLost) => &mut self.paths_lost,
+            Some(_) => &mut self.groups_lost,
+        } += 1;
+    }
+
+    /// Return the counts besides the devices' counters, by name.
+    fn marks(&mut self) -> [(&'static str, &mut u64); 10] {
+        [
+            ("packets", &mut self.packets),
+            ("incast drops", &mut self.incast_drops),
+            ("rank retransmits", &mut self.retransmits),
+            ("rank probes", &mut self.probes),
+            ("rank drops", &mut self.rank_drops),
+            ("ends: complete", &mut self.completed),
+            ("ends: mismatch", &mut self.mismatches),
+            ("ends: path lost", &mut self.paths_lost),
+            ("ends: group lost", &mut self.groups_lost),
+            ("attacks", &mut self.attacks),
+        ]
+    }
+
+    /// Return every count by name: what a swarm has covered.
+    pub fn coverage(&self) -> Vec<(String, u64)> {
+        let counters = &self.counters;
+        let named = [
+            ("contributions", counters.contributions),
+            ("answers resent", counters.answers_resent),
+            ("contributions resent", counters.contributions_resent),
+            ("naks", counters.naks),
+            ("probes in", counters.probes_in),
+            ("probes out", counters.probes_out),
+            ("window cuts", counters.window_cuts),
+        ];
+        let drops =
+            sumac_hal::ctrl::DropReason::ALL.map(|reason| (format!("drop: {reason}"), counters.dropped(reason)));
+        let mut own = *self;
+        let own = own.marks().map(|(name, n)| (name.to_owned(), *n));
+        named.map(|(name, n)| (name.to_owned(), n)).into_iter().chain(drops).chain(own).collect()
+    }
+}

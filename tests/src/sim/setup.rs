@@ -1,0 +1,162 @@
+//! Devices and ranks of a run before it begins, and the moments at which ranks call.
+
+use super::cluster::Posts;
+use super::options::{Draw, Options};
+use super::report::Violation;
+use super::wiring::{Wiring, slots_per_shard};
+use crate::oracle::input;
+use std::collections::BTreeMap;
+use std::time::Duration;
+use sumac::endpoint::{Buffers, Endpoint, EndpointError, OpId};
+use sumac_device::{Child, Group, Node, NodeConfig, Slot, Storage};
+use sumac_hal::ctrl::{Order, Request, Response, TreeConfig};
+use sumac_hal::ids::{BootId, Epoch};
+use sumac_hal::op::ReduceOp;
+use sumac_hal::shard::Shard;
+use sumac_hal::time::Instant;
+
+/// A rank's buffers in one group, by operation.
+pub(super) struct Memory {
+    pub(super) buffers: Vec<Vec<u8>>,
+}
+
+impl Buffers for Memory {
+    fn input(&self, op: OpId) -> &[u8] {
+        &self.buffers[op.0 as usize]
+    }
+
+    fn output(&mut self, op: OpId) -> &mut [u8] {
+        &mut self.buffers[op.0 as usize]
+    }
+}
+
+/// A rank in a group.
+pub(super) struct Member {
+    pub(super) endpoint: Endpoint,
+    pub(super) memory: Memory,
+    /// Completions seen.
+    pub(super) done: u64,
+    pub(super) error: Option<EndpointError>,
+}
+
+impl Member {
+    pub(super) fn new(options: &Options, wiring: &Wiring, rank: usize, group: usize, epoch: Epoch) -> Self {
+        let ops = 0..options.groups[group].ops.len();
+        Self {
+            endpoint: Endpoint::new(wiring.endpoint(options, rank, group, epoch)),
+            memory: Memory { buffers: ops.map(|op| input_of(options, group, rank, op)).collect() },
+            done: 0,
+            error: None,
+        }
+    }
+}
+
+/// Return what `rank` puts into operation `op`.
+pub(super) fn input_of(options: &Options, group: usize, rank: usize, op: usize) -> Vec<u8> {
+    (0..options.call(group, rank, op).count).flat_map(|i| element(options, group, rank, op, i)).collect()
+}
+
+/// Return one element of it.
+pub(super) fn element(options: &Options, group: usize, rank: usize, op: usize, i: u64) -> Vec<u8> {
+    let desc = options.call(group, rank, op);
+    let dtype = desc.dtype.expect("only operations with elements are asked");
+    let exact = options.order(group) == Order::Arrival && desc.op == Some(ReduceOp::Sum);
+    input(dtype, exact, &[options.seed, group as u64, rank as u64, op as u64, i])
+}
+
+/// The memory of one shard of a device.
+pub(super) struct Tables {
+    groups: Vec<Option<Group>>,
+    trees: Vec<Option<TreeConfig>>,
+    children: Vec<Child>,
+    slots: Vec<Slot>,
+    bytes: Vec<u8>,
+}
+
+impl Tables {
+    /// Exactly what the device's places in all groups need.
+    pub(super) fn new(options: &Options, wirings: &[Wiring], device: usize) -> Self {
+        let slots = usize::from(slots_per_shard(options));
+        let (mut groups, mut children, mut bytes) = (0, 0, 0);
+        for group in 0..options.all_groups() {
+            let place = wirings[options.tree(group)].nodes.iter().find(|node| node.device == device);
+            let Some(place) = place else { continue };
+            groups += 1;
+            children += usize::from(place.children);
+            bytes += slots * options.order(group).stages(place.children) * usize::from(options.chunk_len_bytes);
+        }
+        // The table of children also bounds the trees that a device takes, so there is room for the widest of each.
+        let widest = wirings.iter().flat_map(|wiring| &wiring.nodes).map(|node| usize::from(node.children)).max();
+        Self {
+            groups: (0..groups).map(|_| None).collect(),
+            trees: vec![None; wirings.len()],
+            children: vec![Child::EMPTY; children.max(widest.unwrap_or(0))],
+            slots: vec![Slot::EMPTY; groups * slots],
+            bytes: vec![0; bytes],
+        }
+    }
+}
+
+/// Boot one shard of a device, with empty tables.
+pub(super) fn boot<'m>(options: &Options, device: usize, shard: u16, life: u64, tables: &'m mut Tables) -> Node<'m> {
+    let config = NodeConfig {
+        shard: Shard::new(shard, options.shards).expect("drawn within limits"),
+        boot_id: BootId(crate::oracle::weight(&[options.seed, device as u64, life])),
+        max_packet_len_bytes: 65_507,
+        receive_buffer_bytes: options.link.receive_queue_bytes.unwrap_or(1 << 20),
+    };
+    let storage = Storage {
+        groups: &mut tables.groups,
+        trees: &mut tables.trees,
+        children: &mut tables.children,
+        slots: &mut tables.slots,
+        bytes: &mut tables.bytes,
+    };
+    Node::new(config, storage)
+}
+
+/// Give a booted shard its places in all trees and groups.
+pub(super) fn install(
+    node: &mut Node<'_>,
+    options: &Options,
+    wirings: &[Wiring],
+    device: usize,
+    epoch: Epoch,
+    now: Instant,
+) -> Result<(), Violation> {
+    let mut ask = |request: Request| match node.control(&request, now) {
+        Response::Done => Ok(()),
+        response => Err(Violation::Refused { device, response: format!("{response:?}") }),
+    };
+    let place = |wiring: &Wiring| wiring.nodes.iter().position(|node| node.device == device);
+    for wiring in wirings {
+        if let Some(node) = place(wiring) {
+            ask(Request::InstallTree(wiring.tree(node, options.shards)))?;
+        }
+    }
+    for group in 0..options.all_groups() {
+        let wiring = &wirings[options.tree(group)];
+        if let Some(node) = place(wiring) {
+            ask(Request::CreateGroup(wiring.group(options, node, group, epoch)))?;
+        }
+    }
+    Ok(())
+}
+
+/// Ranks call in order, each a little late, from `start` on.
+pub(super) fn draw_posts(options: &Options, start: Instant) -> Posts {
+    let mut draw = Draw::new(options.seed ^ 0x706f_7374);
+    let mut posts = BTreeMap::new();
+    let mut number = 0;
+    for rank in 0..options.ranks {
+        for (group, described) in options.groups.iter().enumerate() {
+            let mut at = start;
+            for op in 0..described.ops.len() {
+                at = at + Duration::from_nanos(draw.below(options.skew_max.as_nanos() as u64 + 1));
+                number += 1;
+                posts.insert((at, number), (rank, group, op));
+            }
+        }
+    }
+    posts
+}
