@@ -28,7 +28,13 @@ impl Cluster {
     }
 
     /// Run `rank` as every rank of a job, and return what each returned.
-    fn run<R: Send>(&self, job: &str, world: u32, configure: fn(&mut JoinConfig), rank: impl Fn(Communicator) -> R + Sync) -> Vec<R> {
+    fn run<R: Send>(
+        &self,
+        job: &str,
+        world: u32,
+        configure: fn(&mut JoinConfig),
+        rank: impl Fn(Communicator) -> R + Sync,
+    ) -> Vec<R> {
         let addr = self.controller.local_addr();
         let run = |number| {
             let mut config = JoinConfig::new(addr, job, number, world);
@@ -88,7 +94,8 @@ fn started_operations_overlap() {
     let cluster = Cluster::start(1, 3);
     cluster.run("started", 3, plain, |comm| {
         let make = |k: usize| (0..1000).map(|i| input(comm.rank(), i + k)).collect::<Vec<i64>>();
-        let mut handles: Vec<_> = (0..20).map(|k| comm.start_all_reduce(make(k), ReduceOp::Sum).expect("start")).collect();
+        let mut handles: Vec<_> =
+            (0..20).map(|k| comm.start_all_reduce(make(k), ReduceOp::Sum).expect("start")).collect();
         std::mem::forget(handles.remove(7));
         while !handles[0].test() {
             thread::yield_now();
