@@ -1,3 +1,50 @@
-//! The `sumac` command.
+//! The `sumac` command: the one place where controller, devices and ranks are put together.
+//!
+//! Every subcommand is a module with its options (clap) and a `run`. Three kinds of process come from this one
+//! binary: the *supervisor* (`perf`, `all-reduce`) starts a controller, emulated devices and ranks as children of its
+//! own, talks to them in lines over pipes ([`cluster`]), and leaves none of them behind.
+//!
+//! Invariants: results go to stdout and everything else to stderr; the exit status is one of those in
+//! [`exit`]; no outside input (option, file, environment, peer) panics.
 
-fn main() {}
+mod all_reduce;
+mod args;
+mod cluster;
+mod doctor;
+mod exit;
+mod job;
+mod layout;
+mod logging;
+mod machine;
+mod npy;
+mod options;
+mod pattern;
+mod perf;
+mod plan;
+mod server;
+mod size;
+mod stats;
+mod status;
+mod worker;
+
+use args::{Cli, Command};
+use clap::Parser;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    // First of all: from here on, a supervised process can't outlive its supervisor.
+    cluster::die_with_supervisor();
+    let cli = Cli::parse();
+    logging::init(cli.verbose);
+    let outcome = match cli.command {
+        Command::Perf(args) => perf::run(&args, cli.verbose),
+        Command::AllReduce(args) => all_reduce::run(&args, cli.verbose),
+        Command::Device(args) => server::run_device(args),
+        Command::Controller(args) => server::run_controller(&args),
+        Command::Status(args) => status::run(&args),
+        Command::Plan(args) => plan::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Rank => worker::run(),
+    };
+    exit::report(outcome)
+}

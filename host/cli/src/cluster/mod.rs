@@ -1,0 +1,232 @@
+//! A whole cluster as child processes of this one: a controller, emulated devices, ranks.
+//!
+//! Invariants:
+//! - **No child outlives its supervisor.** Dropping a [`Supervisor`] kills and reaps every child. Should the supervisor
+//!   be killed itself, the kernel kills the children ([`die_with_supervisor`]); as that is tied to the *thread* that
+//!   started them, all children are started from the main thread.
+//! - Ctrl-C reaches the supervisor alone, for each child has a process group of its own; so there is one place
+//!   that decides what is left behind: nothing.
+//! - The supervisor waits in one place ([`Supervisor::next_line`]), for lines, ends of children and signals alike.
+//! - Every wait has a limit.
+
+mod events;
+mod process;
+mod start;
+
+pub(crate) use process::die_with_supervisor;
+pub(crate) use start::{ClusterConfig, LISTENING, READY, start};
+
+use crate::exit::Failure;
+use events::Event;
+use indicatif::ProgressBar;
+use process::Child;
+use std::io;
+use std::process::ExitStatus;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+use thiserror::Error;
+
+/// The number of a child, in order of its start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct ChildId(usize);
+
+/// Why a cluster can't start, or broke.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub(crate) enum ClusterError {
+    /// The system refused to start or watch a process.
+    #[error("can't {what}: {source}")]
+    System {
+        /// What was tried.
+        what: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A child ended although it was still needed.
+    #[error("{name} ended early ({status}){}", stderr_tail(stderr))]
+    Died {
+        /// Which.
+        name: String,
+        /// How.
+        status: ExitStatus,
+        /// The last lines that it wrote to stderr.
+        stderr: Vec<String>,
+    },
+    /// A child did not say what was waited for.
+    #[error("{name} did not {what} within {} s{}", limit.as_secs(), stderr_tail(stderr))]
+    Silent {
+        /// Which.
+        name: String,
+        /// What was waited for.
+        what: &'static str,
+        /// For how long.
+        limit: Duration,
+        /// The last lines that it wrote to stderr.
+        stderr: Vec<String>,
+    },
+    /// A child said something that is no answer.
+    #[error("{name} printed {line:?} where {expected} was expected")]
+    Unexpected {
+        /// Which.
+        name: String,
+        /// What it said.
+        line: String,
+        /// What it should have said.
+        expected: &'static str,
+    },
+    /// Somebody wants this process to end.
+    #[error("ended by signal {0}")]
+    Signal(i32),
+}
+
+impl From<ClusterError> for Failure {
+    fn from(error: ClusterError) -> Self {
+        if let ClusterError::Signal(signal) = error { Self::Signal(signal) } else { Self::run(error) }
+    }
+}
+
+/// The parent of a cluster's processes.
+#[derive(Debug)]
+pub(crate) struct Supervisor {
+    children: Vec<Child>,
+    events: Receiver<Event>,
+    sender: Sender<Event>,
+    /// Is taken off the terminal while a child's line is passed on to stderr.
+    bar: ProgressBar,
+    /// How often `-v` is handed on.
+    verbose: u8,
+}
+
+impl Supervisor {
+    /// Get ready to start children, and take over SIGINT, SIGTERM and SIGHUP.
+    ///
+    /// # Errors
+    /// [`ClusterError::System`] if signals can't be taken over.
+    pub(crate) fn new(bar: ProgressBar, verbose: u8) -> Result<Self, ClusterError> {
+        let (sender, events) = channel();
+        events::watch_signals(sender.clone())
+            .map_err(|source| ClusterError::System { what: "watch for signals".into(), source })?;
+        Ok(Self { children: Vec::new(), events, sender, bar, verbose })
+    }
+
+    /// Start this binary again with `args`, `stdin` to be read.
+    ///
+    /// # Errors
+    /// [`ClusterError::System`] if it can't be started.
+    pub(crate) fn spawn(&mut self, name: &str, args: &[String], stdin: Vec<u8>) -> Result<ChildId, ClusterError> {
+        let id = ChildId(self.children.len());
+        let args: Vec<String> = args.iter().cloned().chain((0..self.verbose).map(|_| "-v".to_owned())).collect();
+        let child = Child::spawn(id, name, &args, stdin, &self.sender, &self.bar)
+            .map_err(|source| ClusterError::System { what: format!("start {name}"), source })?;
+        self.children.push(child);
+        Ok(id)
+    }
+
+    /// Wait for the next line that any child prints on stdout.
+    ///
+    /// A child that ends with status 0 after [`Supervisor::may_end`] is not an event.
+    ///
+    /// # Errors
+    /// A signal, the early end of a child, or the passing of `deadline`, which is laid to `awaited` and `what`.
+    pub(crate) fn next_line(
+        &mut self,
+        limit: Limit,
+        awaited: ChildId,
+        what: &'static str,
+    ) -> Result<(ChildId, String), ClusterError> {
+        loop {
+            match self.events.recv_timeout(limit.left()) {
+                Ok(Event::Line(id, line)) => return Ok((id, line)),
+                Ok(Event::Closed(id)) => self.closed(id)?,
+                Ok(Event::Signal(signal)) => return Err(ClusterError::Signal(signal)),
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+                    let child = &mut self.children[awaited.0];
+                    let stderr = child.stderr_so_far();
+                    return Err(ClusterError::Silent { name: child.name.clone(), what, limit: limit.length, stderr });
+                }
+            }
+        }
+    }
+
+    /// Say that a child has done its work: from now on, its end with status 0 is in order.
+    pub(crate) fn may_end(&mut self, id: ChildId) {
+        self.children[id.0].may_end = true;
+    }
+
+    /// Wait until these children have ended, each with status 0.
+    ///
+    /// # Errors
+    /// As [`Supervisor::next_line`], and any further line.
+    pub(crate) fn wait_ended(&mut self, ids: &[ChildId], limit: Limit) -> Result<(), ClusterError> {
+        ids.iter().for_each(|&id| self.may_end(id));
+        while let Some(&awaited) = ids.iter().find(|id| !self.children[id.0].ended) {
+            match self.events.recv_timeout(limit.left()) {
+                Ok(Event::Closed(id)) => self.closed(id)?,
+                Ok(Event::Line(id, line)) => {
+                    let name = self.name(id).to_owned();
+                    return Err(ClusterError::Unexpected { name, line, expected: "no further line" });
+                }
+                Ok(Event::Signal(signal)) => return Err(ClusterError::Signal(signal)),
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+                    let child = &mut self.children[awaited.0];
+                    let (name, stderr) = (child.name.clone(), child.stderr_so_far());
+                    return Err(ClusterError::Silent { name, what: "end", limit: limit.length, stderr });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Return a child's name.
+    pub(crate) fn name(&self, id: ChildId) -> &str {
+        &self.children[id.0].name
+    }
+
+    /// Take note that a child's stdout is closed: it has ended, or is about to.
+    fn closed(&mut self, id: ChildId) -> Result<(), ClusterError> {
+        let child = &mut self.children[id.0];
+        let what = || format!("wait for {}", child.name);
+        let status = child.process.wait().map_err(|source| ClusterError::System { what: what(), source })?;
+        child.ended = true;
+        if child.may_end && status.success() {
+            return Ok(());
+        }
+        Err(ClusterError::Died { name: child.name.clone(), status, stderr: child.stderr_to_its_end() })
+    }
+}
+
+impl Drop for Supervisor {
+    /// End every child: first all are told, then all are waited for.
+    fn drop(&mut self) {
+        let mut left: Vec<_> = self.children.iter_mut().filter(|child| !child.ended).collect();
+        for child in &mut left {
+            // It may have ended by itself, which is what is wanted.
+            let _ = child.process.kill();
+        }
+        for child in &mut left {
+            let _ = child.process.wait();
+        }
+    }
+}
+
+/// A time limit, and how long it was, for the message.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limit {
+    end: Instant,
+    length: Duration,
+}
+
+impl Limit {
+    /// Start to count.
+    pub(crate) fn new(length: Duration) -> Self {
+        Self { end: Instant::now() + length, length }
+    }
+
+    fn left(&self) -> Duration {
+        self.end.saturating_duration_since(Instant::now())
+    }
+}
+
+fn stderr_tail(lines: &[String]) -> String {
+    if lines.is_empty() { String::new() } else { format!("; its last words:\n  {}", lines.join("\n  ")) }
+}

@@ -1,0 +1,128 @@
+//! What a supervisor says to the ranks that it starts, and what they answer: JSON, one object a line.
+//!
+//! A rank reads one [`RankJob`] from stdin and prints [`Report`]s on stdout: [`Report::Joined`], then one
+//! [`Report::Measured`] or [`Report::NotPossible`] a case, or one [`Report::Reduced`]. A rank that fails prints nothing more, says why on stderr
+//! and exits with status 1.
+
+use crate::options::Algo;
+use serde::{Deserialize, Serialize};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use sumac_hal::ctrl::Order;
+use sumac_hal::op::{Collective, Dtype, Path, ReduceOp};
+
+/// What one rank is to do.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct RankJob {
+    /// The controller that forms the communicator.
+    pub(crate) controller: SocketAddr,
+    /// The job's name there.
+    pub(crate) job: String,
+    /// This rank.
+    pub(crate) rank: u32,
+    /// How many there are.
+    pub(crate) world: u32,
+    /// Where in the fabric it pretends to be.
+    pub(crate) host: String,
+    /// In which order contributions combine; `None`: what the library does unasked.
+    pub(crate) order: Option<Order>,
+    /// How long an operation may take, in milliseconds.
+    pub(crate) deadline_ms: u64,
+    /// What to do once it has joined.
+    pub(crate) work: Work,
+}
+
+/// What a rank does in its communicator.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) enum Work {
+    /// Measure and check.
+    Perf {
+        /// What to measure, in order.
+        cases: Vec<Case>,
+        /// Unmeasured iterations before each.
+        warmup: u32,
+        /// Measured iterations of each.
+        iterations: u32,
+    },
+    /// Reduce an array of a file over all ranks.
+    Reduce {
+        /// This rank's array.
+        input: PathBuf,
+        /// Whether to see the array's elements in Fortran order.
+        fortran_order: bool,
+        /// The operator.
+        op: ReduceOp,
+        /// The way asked for.
+        algo: Algo,
+        /// Where to append the result's bytes, on the one rank that does.
+        output: Option<PathBuf>,
+    },
+}
+
+/// One row of a measurement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Case {
+    /// The collective.
+    pub(crate) collective: Collective,
+    /// The element type; of no meaning in a barrier.
+    pub(crate) dtype: Dtype,
+    /// The operator; of no meaning in a barrier.
+    pub(crate) op: ReduceOp,
+    /// Elements.
+    pub(crate) count: u64,
+    /// The way asked for.
+    pub(crate) algo: Algo,
+}
+
+impl Case {
+    /// Return the size of the operation in bytes.
+    pub(crate) fn size_bytes(&self) -> u64 {
+        self.count * self.dtype.size_bytes() as u64
+    }
+}
+
+/// A line from a rank.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) enum Report {
+    /// It is a member of the communicator.
+    Joined,
+    /// The next case is measured.
+    Measured(Measured),
+    /// The next case can't be run: the way asked for is ruled out, at all ranks alike.
+    NotPossible {
+        /// The first condition that rules it out.
+        why: String,
+    },
+    /// The array is reduced.
+    Reduced {
+        /// CRC-32C of the result, which all ranks must agree on.
+        crc: u32,
+        /// The operation's time in nanoseconds.
+        time_ns: u64,
+        /// The way it took.
+        path: Path,
+        /// Why it took another one than asked for.
+        fallback: Option<String>,
+    },
+}
+
+/// What one rank saw of one case.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Measured {
+    /// Time of each iteration in nanoseconds.
+    pub(crate) times_ns: Vec<u64>,
+    /// Elements that were not what they must be, over all iterations, warm-up included.
+    pub(crate) wrong: u64,
+    /// The way that the operations took; `None` before the first.
+    pub(crate) path: Option<Path>,
+    /// Why it was another one than asked for.
+    pub(crate) fallback: Option<String>,
+    /// Bytes sent, over all measured iterations.
+    pub(crate) wire_bytes: u64,
+    /// Processor time, over all measured iterations, in nanoseconds.
+    pub(crate) cpu_ns: u64,
+    /// Contributions sent again.
+    pub(crate) retransmits: u64,
+    /// Whether any operation was repaired.
+    pub(crate) repaired: bool,
+}

@@ -1,0 +1,142 @@
+//! Which emulated devices and ranks make up a run: a fabric, and the tree planned on it.
+//!
+//! The supervisor plans the same tree that the controller will, in order to start one device for each of its nodes and
+//! to place each rank at a host; the controller then plans on the devices that registered.
+
+use anyhow::Context;
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use sumac::plan::{self, DeviceLimits, HostSelection, Limits, PlanNode};
+use sumac::topo::{Fabric, SwitchId};
+
+/// A run's fabric, devices and hosts.
+#[derive(Debug)]
+pub(crate) struct Layout {
+    /// What the controller reads.
+    pub(crate) source: Source,
+    /// The devices of the tree's nodes, the root's first.
+    pub(crate) devices: Vec<Device>,
+    /// The host of each rank.
+    pub(crate) hosts: Vec<String>,
+    /// Levels of the tree.
+    pub(crate) levels: usize,
+}
+
+/// A device to start.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Device {
+    /// Its switch's name.
+    pub(crate) name: String,
+    /// Most children that it says it takes; `None`: as many as it can.
+    pub(crate) children: Option<usize>,
+}
+
+/// Where the fabric comes from.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// A file of the user's.
+    File(PathBuf),
+    /// Made up here, in the project's TOML.
+    Toml(String),
+}
+
+impl Layout {
+    /// Plan `ranks` ranks on the fabric of a file.
+    pub(crate) fn from_file(path: &Path, ranks: u32) -> anyhow::Result<Self> {
+        let fabric = Fabric::read(path)?;
+        Self::plan(&fabric, Source::File(path.into()), ranks, None)
+            .with_context(|| format!("{}: no tree for {ranks} ranks", path.display()))
+    }
+
+    /// Plan `ranks` ranks on a made-up fabric: one switch, or two leaves and a spine.
+    ///
+    /// The leaves' devices take their own ranks and no more, as otherwise one of them would be the root, and no device
+    /// would run on the spine. Two ranks are too few for that: one leaf's device is the root there.
+    pub(crate) fn generated(levels: u8, ranks: u32) -> anyhow::Result<Self> {
+        let leaves = if levels > 1 && ranks > 1 { 2 } else { 1 };
+        let leaf_of = |rank| u64::from(rank) * leaves / u64::from(ranks.max(1));
+        let text = toml(leaves, ranks, leaf_of);
+        let fabric = Fabric::from_toml(&text)?;
+        let limit = |id| {
+            let name = fabric.switch(id).name.as_str();
+            let own = (0..ranks).filter(|&rank| name == format!("leaf{}", leaf_of(rank))).count();
+            let max_children = if leaves > 1 && own > 0 { own.max(2) } else { Limits::default().max_children };
+            (id, DeviceLimits { max_children, slots_free: u32::MAX })
+        };
+        let limits = fabric.switch_ids().map(limit).collect();
+        Self::plan(&fabric, Source::Toml(text), ranks, Some(limits))
+    }
+
+    fn plan(
+        fabric: &Fabric,
+        source: Source,
+        ranks: u32,
+        devices: Option<BTreeMap<SwitchId, DeviceLimits>>,
+    ) -> anyhow::Result<Self> {
+        let limits = Limits { devices, ..Limits::default() };
+        let plan = plan::plan(fabric, &HostSelection::First(ranks as usize), &limits)?;
+        let children = |switch| Some(limits.devices.as_ref()?.get(&switch)?.max_children);
+        let device = |node: &PlanNode| Device { name: node.name.clone(), children: children(node.switch) };
+        Ok(Self {
+            source,
+            devices: plan.nodes.iter().map(device).collect(),
+            hosts: plan.ranks.iter().map(|rank| rank.name.clone()).collect(),
+            levels: plan.levels,
+        })
+    }
+}
+
+/// Write down a fabric of leaves with their ranks, and a spine above them if there are two.
+fn toml(leaves: u64, ranks: u32, leaf_of: impl Fn(u32) -> u64) -> String {
+    let mut text = String::new();
+    let mut add = |line: std::fmt::Arguments<'_>| {
+        // Writing to a string can't fail.
+        let _ = writeln!(text, "{line}");
+    };
+    let switches = (0..leaves).map(|leaf| format!("leaf{leaf}")).chain((leaves > 1).then(|| "spine0".into()));
+    for name in switches {
+        add(format_args!("[[switch]]\nname = \"{name}\"\naggregation = true"));
+    }
+    for rank in 0..ranks {
+        let leaf = leaf_of(rank);
+        add(format_args!("[[host]]\nname = \"h{rank}\"\n[[link]]\nends = [\"h{rank}\", \"leaf{leaf}\"]"));
+    }
+    for leaf in (0..leaves).filter(|_| leaves > 1) {
+        add(format_args!("[[link]]\nends = [\"leaf{leaf}\", \"spine0\"]"));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_levels_are_two_leaves_and_a_root() {
+        for ranks in [4, 5, 8, 64] {
+            let layout = Layout::generated(2, ranks).expect("a plan");
+            let names: Vec<_> = layout.devices.iter().map(|device| device.name.as_str()).collect();
+            assert_eq!((layout.levels, names.as_slice()), (2, &["spine0", "leaf0", "leaf1"][..]), "{ranks} ranks");
+            assert_eq!(layout.devices[1].children, Some(ranks.div_ceil(2) as usize));
+        }
+        assert_eq!(Layout::generated(2, 4).expect("a plan").hosts, ["h0", "h1", "h2", "h3"]);
+    }
+
+    #[test]
+    fn every_number_of_ranks_has_a_tree() {
+        for ranks in 1..=9 {
+            let one = Layout::generated(1, ranks).expect("a plan");
+            assert_eq!((one.levels, one.devices.len()), (1, 1), "{ranks} ranks");
+            let two = Layout::generated(2, ranks).expect("a plan");
+            assert_eq!(two.levels, if ranks > 1 { 2 } else { 1 }, "{ranks} ranks");
+        }
+    }
+
+    #[test]
+    fn a_fabric_that_lacks_hosts_is_refused_with_both_numbers() {
+        let fabric = Fabric::from_toml(&toml(1, 3, |_| 0)).expect("a fabric");
+        let error = Layout::plan(&fabric, Source::Toml(String::new()), 9, None).expect_err("too many");
+        assert_eq!(error.to_string(), "9 hosts are asked for, the fabric has 3");
+    }
+}

@@ -1,0 +1,65 @@
+//! Options that several subcommands share, and how names become the library's types.
+
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use std::fmt;
+use std::str::FromStr;
+use sumac_hal::ctrl::Order;
+use sumac_hal::op::{Collective, Dtype, ReduceOp};
+
+pub(crate) use sumac::Algo;
+
+/// Accept an algorithm's name.
+pub(crate) fn algo_parser() -> impl TypedValueParser<Value = Algo> {
+    PossibleValuesParser::new(["auto", "tree", "ring", "hd"]).try_map(|name| Algo::from_str(&name))
+}
+
+/// Accept an element type's name.
+pub(crate) fn dtype_parser() -> impl TypedValueParser<Value = Dtype> {
+    let names = Dtype::ALL.iter().map(|dtype| dtype.name());
+    PossibleValuesParser::new(names).try_map(|name| Dtype::from_name(&name).ok_or(Unknown))
+}
+
+/// Accept an operator's name.
+pub(crate) fn op_parser() -> impl TypedValueParser<Value = ReduceOp> {
+    let names = ReduceOp::ALL.iter().map(|op| op.name());
+    PossibleValuesParser::new(names).try_map(|name| ReduceOp::from_name(&name).ok_or(Unknown))
+}
+
+/// Accept a collective's name.
+pub(crate) fn collective_parser() -> impl TypedValueParser<Value = Collective> {
+    let names = Collective::ALL.iter().map(|collective| collective.name());
+    PossibleValuesParser::new(names).try_map(|name| Collective::from_name(&name).ok_or(Unknown))
+}
+
+/// The order in which contributions combine, by the name on the command line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum OrderName {
+    /// As contributions come: least memory, float sums may differ in their last bits from run to run
+    Arrival,
+    /// Left to right over a node's children
+    Fold,
+    /// Pairwise over aligned blocks of a node's children
+    Pairwise,
+}
+
+impl From<OrderName> for Order {
+    fn from(name: OrderName) -> Self {
+        match name {
+            OrderName::Arrival => Self::Arrival,
+            OrderName::Fold => Self::TreeFold,
+            OrderName::Pairwise => Self::TreePairwise,
+        }
+    }
+}
+
+/// A name that its own list does not hold: the two lists differ, which is a fault of this program.
+#[derive(Debug)]
+struct Unknown;
+
+impl fmt::Display for Unknown {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("this version does not know it")
+    }
+}
+
+impl std::error::Error for Unknown {}

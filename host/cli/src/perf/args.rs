@@ -1,0 +1,161 @@
+//! The options of `sumac perf`, in the manner of nccl-tests.
+
+use crate::job::Case;
+use crate::options::{self, Algo, OrderName};
+use crate::size::{SizeBytes, sweep};
+use anyhow::{bail, ensure};
+use clap::Args;
+use std::path::PathBuf;
+use sumac_hal::op::{Collective, Dtype, ReduceOp};
+
+/// The largest operation: what a rank allocates twice.
+const SIZE_MAX: SizeBytes = SizeBytes(16 << 30);
+
+/// The most ranks: each is a process here.
+const RANKS_MAX: i64 = 1024;
+
+/// `sumac perf`.
+#[derive(Debug, Args)]
+pub(crate) struct PerfArgs {
+    /// The smallest message
+    #[arg(short = 'b', long = "minbytes", value_name = "SIZE", default_value = "8")]
+    begin: SizeBytes,
+    /// The largest message
+    #[arg(short = 'e', long = "maxbytes", value_name = "SIZE", default_value = "16M")]
+    end: SizeBytes,
+    /// Each size is this many times the one before
+    #[arg(short = 'f', long = "stepfactor", value_name = "N", default_value_t = 8,
+          value_parser = clap::value_parser!(u32).range(2..))]
+    factor: u32,
+    /// Measured iterations of each row
+    #[arg(short = 'n', long = "iters", value_name = "N", default_value_t = 20,
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub(super) iterations: u32,
+    /// Iterations before each row that are checked but not measured
+    #[arg(short = 'w', long = "warmup_iters", value_name = "N", default_value_t = 5)]
+    pub(super) warmup: u32,
+    /// Element types, comma-separated
+    #[arg(short = 'd', long = "datatype", value_name = "TYPE", default_value = "f32", value_delimiter = ',',
+          value_parser = options::dtype_parser())]
+    dtypes: Vec<Dtype>,
+    /// Operators, comma-separated
+    #[arg(short = 'o', long = "op", value_name = "OP", default_value = "sum", value_delimiter = ',',
+          value_parser = options::op_parser())]
+    ops: Vec<ReduceOp>,
+    /// Rank processes
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=RANKS_MAX))]
+    pub(super) ranks: u32,
+    /// Collectives, comma-separated
+    #[arg(long = "collective", value_name = "NAME", default_value = "all_reduce", value_delimiter = ',',
+          value_parser = options::collective_parser())]
+    collectives: Vec<Collective>,
+    /// Ways to take, comma-separated; `auto` is the choice of the controller's cost table
+    #[arg(long = "algo", value_name = "NAME", default_value = "tree,ring,hd", value_delimiter = ',',
+          value_parser = options::algo_parser())]
+    algos: Vec<Algo>,
+    /// In which order contributions combine [default: the library's]
+    #[arg(long, value_name = "NAME")]
+    pub(super) order: Option<OrderName>,
+    /// Levels of the tree: one device, or two leaves and a root
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2),
+          conflicts_with = "topology")]
+    pub(super) levels: u8,
+    /// Worker threads of each device
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(super) shards: u16,
+    /// Build the tree planned on this fabric (an ibnetdiscover dump or TOML) out of emulated devices
+    #[arg(long, value_name = "FILE")]
+    pub(super) topology: Option<PathBuf>,
+    /// How long one operation may take before it fails, in seconds
+    #[arg(long = "timeout", value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub(super) timeout_s: u64,
+    /// Print one JSON object a row instead of the table
+    #[arg(long)]
+    pub(super) json: bool,
+}
+
+impl PerfArgs {
+    /// Return the rows to measure, in the order in which they are printed.
+    ///
+    /// # Errors
+    /// Sizes that leave nothing to measure, or that no rank could hold.
+    pub(super) fn cases(&self) -> anyhow::Result<Vec<Case>> {
+        ensure!(
+            self.begin <= self.end,
+            "the smallest message (-b {}) is larger than the largest (-e {}); swap them",
+            self.begin,
+            self.end
+        );
+        if self.end > SIZE_MAX {
+            bail!("-e {} is more than the {SIZE_MAX} that a rank may hold; choose a smaller one", self.end);
+        }
+        let mut cases = Vec::new();
+        for &collective in &self.collectives {
+            match collective {
+                Collective::Barrier => cases.extend(self.sweep(collective, Dtype::F32, ReduceOp::Sum)),
+                _ => {
+                    for (&dtype, &op) in self.dtypes.iter().flat_map(|dtype| self.ops.iter().map(move |op| (dtype, op)))
+                    {
+                        cases.extend(self.sweep(collective, dtype, op));
+                    }
+                }
+            }
+        }
+        Ok(cases)
+    }
+
+    /// Return the rows of one collective, element type and operator: size by size, all algorithms of a size together.
+    fn sweep(&self, collective: Collective, dtype: Dtype, op: ReduceOp) -> Vec<Case> {
+        if collective == Collective::Barrier {
+            // Through the tree, or as the communicator chooses; it has no algorithm to name beside these.
+            let tree = self.algos.contains(&Algo::Tree).then_some(Algo::Tree);
+            let other = self.algos.iter().any(|algo| *algo != Algo::Tree).then_some(Algo::Auto);
+            let case = |algo| Case { collective, dtype, op, count: 0, algo };
+            return tree.into_iter().chain(other).map(case).collect();
+        }
+        let counts = sweep(self.begin, self.end, self.factor);
+        let counts = counts.into_iter().map(|size| size.0 / dtype.size_bytes() as u64);
+        counts
+            .flat_map(|count| self.algos.iter().map(move |&algo| Case { collective, dtype, op, count, algo }))
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Command {
+        #[command(flatten)]
+        perf: PerfArgs,
+    }
+
+    fn parse(args: &str) -> PerfArgs {
+        Command::try_parse_from(std::iter::once("perf").chain(args.split_whitespace())).expect("valid options").perf
+    }
+
+    #[test]
+    fn no_option_means_8_bytes_to_16_mib_in_three_ways() {
+        let cases = parse("").cases().expect("rows");
+        assert_eq!(cases.len(), 8 * 3);
+        assert_eq!(cases.iter().map(Case::size_bytes).max(), Some(16 << 20));
+        assert_eq!(cases[..3].iter().map(|case| case.algo.name()).collect::<Vec<_>>(), ["tree", "ring", "hd"]);
+    }
+
+    #[test]
+    fn lists_multiply_and_barriers_have_no_size() {
+        let cases = parse("-b 4 -e 16 -f 2 -d f32,f64 -o sum,max --algo tree --collective all_reduce,barrier").cases();
+        let cases = cases.expect("rows");
+        assert_eq!(cases.len(), 3 * 2 * 2 + 1);
+        assert_eq!(cases.iter().find(|case| case.dtype == Dtype::F64).map(|case| case.count), Some(0));
+    }
+
+    #[test]
+    fn sizes_that_make_no_sense_are_refused_with_both_values() {
+        let error = parse("-b 1M -e 8").cases().expect_err("reversed").to_string();
+        assert!(error.contains("-b 1M") && error.contains("-e 8"), "{error}");
+        assert!(parse("-e 32G").cases().is_err());
+    }
+}

@@ -1,0 +1,264 @@
+//! `sumac perf`: real all-reduces through every path of a cluster on this machine, timed, every element checked.
+//!
+//! The ranks measure ([`crate::worker`]); here the cluster is started, their figures are put together and printed as
+//! they come. All algorithms run in one communicator, so what differs between two rows is the path alone.
+
+mod args;
+mod table;
+
+pub(crate) use args::PerfArgs;
+
+use crate::cluster::{self, ChildId, ClusterConfig, ClusterError, Limit, Supervisor};
+use crate::exit::Failure;
+use crate::job::{Case, Measured, RankJob, Report, Work};
+use crate::layout::Layout;
+use crate::machine;
+use crate::stats;
+use anyhow::anyhow;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::collections::{HashSet, VecDeque};
+use std::io::{self, Write};
+use std::net::SocketAddr;
+use std::time::Duration;
+use table::Row;
+
+/// How long the ranks may take to join and to leave.
+const JOIN_LIMIT: Duration = Duration::from_secs(60);
+
+/// Run the measurement.
+pub(crate) fn run(args: &PerfArgs, verbose: u8) -> Result<(), Failure> {
+    let cases = args.cases().map_err(Failure::Input)?;
+    let layout = match &args.topology {
+        Some(path) => Layout::from_file(path, args.ranks),
+        None => Layout::generated(args.levels, args.ranks),
+    }
+    .map_err(Failure::Input)?;
+    let bar = progress_bar(cases.len());
+    let outcome = Supervisor::new(bar.clone(), verbose)
+        .map_err(Failure::from)
+        .and_then(|supervisor| measure(args, &cases, &layout, supervisor, &bar));
+    bar.finish_and_clear();
+    match outcome? {
+        0 => Ok(()),
+        _ => Err(Failure::Reported),
+    }
+}
+
+/// Measure and print all cases, and return how many elements were wrong.
+fn measure(
+    args: &PerfArgs,
+    cases: &[Case],
+    layout: &Layout,
+    mut supervisor: Supervisor,
+    bar: &ProgressBar,
+) -> Result<u64, Failure> {
+    // Before anything is started that would disturb it.
+    let round_trip_ns = if args.json { None } else { machine::cache_line_round_trip_ns() };
+    bar.set_message("starting the controller and the devices");
+    let config = ClusterConfig { layout, shards: args.shards };
+    let controller = cluster::start(&mut supervisor, &config)?;
+    bar.set_message("waiting for the ranks to join");
+    let ranks = start_ranks(&mut supervisor, args, cases, layout, controller)?;
+    let mut reports = Reports::new(ranks.clone());
+    let joined = Limit::new(JOIN_LIMIT);
+    for report in reports.next_of_each(&mut supervisor, joined, "join")? {
+        if report != Report::Joined {
+            return Err(Failure::Run(anyhow!("a rank reported {report:?} before it had joined")));
+        }
+    }
+    if !args.json {
+        write_preamble(&mut io::stdout(), args, layout, round_trip_ns)?;
+    }
+    let (mut wrong, mut rows, mut told) = (0, 0, HashSet::new());
+    for case in cases {
+        bar.set_message(format!("{} {} {} B", case.collective, case.algo, case.size_bytes()));
+        let limit = Limit::new(case_limit(args));
+        let ranks = match measured(reports.next_of_each(&mut supervisor, limit, "report a measurement")?)? {
+            Ok(ranks) => ranks,
+            Err(why) => {
+                if told.insert(why.clone()) {
+                    bar.suspend(|| eprintln!("# {} {} left out: {why}", case.collective, case.algo));
+                }
+                bar.inc(1);
+                continue;
+            }
+        };
+        let row = Row::new(case, &ranks);
+        (wrong, rows) = (wrong + row.wrong, rows + 1);
+        bar.suspend(|| write_row(args, &row))?;
+        let fallback = ranks.iter().find_map(|rank| rank.fallback.clone());
+        if let Some(why) = fallback.filter(|why| told.insert(why.clone())) {
+            bar.suspend(|| eprintln!("# {} {} took {}: {why}", row.collective, row.algo, row.path));
+        }
+        bar.inc(1);
+    }
+    supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?;
+    if rows == 0 {
+        return Err(Failure::Run(anyhow!("none of the ways asked for is possible; the reasons stand above")));
+    }
+    if !args.json {
+        bar.suspend(|| write_summary(&mut io::stdout(), rows, wrong))?;
+    }
+    Ok(wrong)
+}
+
+fn start_ranks(
+    supervisor: &mut Supervisor,
+    args: &PerfArgs,
+    cases: &[Case],
+    layout: &Layout,
+    controller: SocketAddr,
+) -> Result<Vec<ChildId>, Failure> {
+    let work = Work::Perf { cases: cases.to_vec(), warmup: args.warmup, iterations: args.iterations };
+    (0_u32..)
+        .zip(&layout.hosts)
+        .map(|(rank, host)| {
+            let job = RankJob {
+                controller,
+                job: "perf".into(),
+                rank,
+                world: args.ranks,
+                host: host.clone(),
+                order: args.order.map(Into::into),
+                deadline_ms: args.timeout_s.saturating_mul(1000),
+                work: work.clone(),
+            };
+            spawn_rank(supervisor, &job)
+        })
+        .collect()
+}
+
+/// Start a rank on its job.
+pub(crate) fn spawn_rank(supervisor: &mut Supervisor, job: &RankJob) -> Result<ChildId, Failure> {
+    let line = serde_json::to_vec(job).map_err(Failure::run)?;
+    Ok(supervisor.spawn(&format!("rank {}", job.rank), &["rank".to_owned()], line)?)
+}
+
+/// The reports of several ranks, which come in any order, a rank's own in order.
+#[derive(Debug)]
+pub(crate) struct Reports {
+    ranks: Vec<ChildId>,
+    waiting: Vec<VecDeque<Report>>,
+}
+
+impl Reports {
+    /// Collect from these children.
+    pub(crate) fn new(ranks: Vec<ChildId>) -> Self {
+        let waiting = vec![VecDeque::new(); ranks.len()];
+        Self { ranks, waiting }
+    }
+
+    /// Wait until every rank has reported, and return one report of each, in order of rank.
+    ///
+    /// # Errors
+    /// As [`Supervisor::next_line`]; and a line that is no report.
+    pub(crate) fn next_of_each(
+        &mut self,
+        supervisor: &mut Supervisor,
+        limit: Limit,
+        what: &'static str,
+    ) -> Result<Vec<Report>, ClusterError> {
+        while let Some(missing) = self.waiting.iter().position(VecDeque::is_empty) {
+            let (id, line) = supervisor.next_line(limit, self.ranks[missing], what)?;
+            let rank = self.ranks.iter().position(|&rank| rank == id);
+            let (Some(rank), Ok(report)) = (rank, serde_json::from_str(&line)) else {
+                let name = supervisor.name(id).to_owned();
+                return Err(ClusterError::Unexpected { name, line, expected: "a report" });
+            };
+            // All its reports but the last are asked for; when it ends after that is its own affair.
+            supervisor.may_end(id);
+            self.waiting[rank].push_back(report);
+        }
+        Ok(self.waiting.iter_mut().filter_map(VecDeque::pop_front).collect())
+    }
+}
+
+/// Return what the ranks measured, or why they can't.
+fn measured(reports: Vec<Report>) -> Result<Result<Vec<Measured>, String>, Failure> {
+    let measured = |report| match report {
+        Report::Measured(measured) => Ok(Ok(measured)),
+        Report::NotPossible { why } => Ok(Err(why)),
+        other => Err(Failure::Run(anyhow!("a rank reported {other:?} where a measurement was due"))),
+    };
+    reports.into_iter().map(measured).collect()
+}
+
+/// What a row is computed from.
+#[derive(Debug)]
+struct Figures {
+    median_ns: f64,
+    p99_ns: u64,
+    algbw: f64,
+    busbw: f64,
+    wire_bytes: u64,
+    cpu_ns: f64,
+}
+
+fn stats_of(case: &Case, ranks: &[Measured]) -> Figures {
+    let times: Vec<_> = ranks.iter().map(|rank| rank.times_ns.clone()).collect();
+    let slowest = stats::slowest_ns(&times);
+    let iterations = slowest.len().max(1) as u64;
+    let median_ns = stats::median_ns(&slowest);
+    let algbw = stats::algbw_gbytes_s(case.size_bytes(), median_ns);
+    Figures {
+        median_ns,
+        p99_ns: stats::p99_ns(&slowest),
+        algbw,
+        busbw: algbw * stats::bus_factor(case.collective, ranks.len() as u32),
+        wire_bytes: ranks.iter().map(|rank| rank.wire_bytes).max().unwrap_or(0).div_ceil(iterations),
+        cpu_ns: ranks.iter().map(|rank| rank.cpu_ns).max().unwrap_or(0) as f64 / iterations as f64,
+    }
+}
+
+/// Return how long a case may take: every operation up to its deadline would be `iterations` times as long, but then the
+/// ranks themselves give up at the first; so this only catches a rank that hangs outside operations.
+fn case_limit(args: &PerfArgs) -> Duration {
+    let operations = u64::from(args.warmup) + u64::from(args.iterations);
+    Duration::from_secs(args.timeout_s.saturating_mul(operations.clamp(4, 1000)))
+}
+
+fn write_preamble(
+    out: &mut impl Write,
+    args: &PerfArgs,
+    layout: &Layout,
+    round_trip_ns: Option<f64>,
+) -> io::Result<()> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let devices = layout.devices.len();
+    let processes = devices + layout.hosts.len();
+    writeln!(
+        out,
+        "# ranks {}  devices {devices} (emulated)  tree levels {}  iterations {}  warm-up {}  checked: every element",
+        args.ranks, layout.levels, args.iterations, args.warmup
+    )?;
+    let turns = if cores < processes { " taking turns" } else { "" };
+    let round_trip = round_trip_ns.map_or_else(|| "not measured".into(), |ns| format!("{ns:.0} ns"));
+    writeln!(out, "# cores {cores} for {processes} processes{turns}  cache line there and back {round_trip}")?;
+    table::write_head(out)
+}
+
+fn write_row(args: &PerfArgs, row: &Row) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    if args.json {
+        serde_json::to_writer(&mut out, row)?;
+        writeln!(out)?;
+    } else {
+        table::write_row(&mut out, row)?;
+    }
+    out.flush()
+}
+
+fn write_summary(out: &mut impl Write, rows: usize, wrong: u64) -> io::Result<()> {
+    let verdict = if wrong == 0 { "all right" } else { "WRONG RESULTS" };
+    writeln!(out, "# {rows} rows, {wrong} wrong elements: {verdict}")
+}
+
+/// Return a bar on stderr, hidden where that is no terminal.
+fn progress_bar(rows: usize) -> ProgressBar {
+    let bar = ProgressBar::with_draw_target(Some(rows as u64), ProgressDrawTarget::stderr());
+    // The template is a constant; should it be refused, the default is as good.
+    if let Ok(style) = ProgressStyle::with_template("[{bar:24}] {pos}/{len} {msg}") {
+        bar.set_style(style.progress_chars("=> "));
+    }
+    bar
+}

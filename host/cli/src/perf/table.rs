@@ -1,0 +1,197 @@
+//! The rows of a measurement: nccl-tests' columns for people, one JSON object each for programs.
+
+use super::stats_of;
+use crate::job::{Case, Measured};
+use serde::Serialize;
+use std::io::{self, Write};
+use sumac_hal::op::{Collective, Path};
+
+/// A row. Its fields are the keys of the JSON form, in this order.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct Row {
+    /// The collective.
+    pub(crate) collective: &'static str,
+    /// The element type; `None` of a barrier.
+    pub(crate) dtype: Option<&'static str>,
+    /// The operator; `None` of a barrier.
+    pub(crate) op: Option<&'static str>,
+    /// Ranks.
+    pub(crate) ranks: u32,
+    /// Size of the operation.
+    pub(crate) size_bytes: u64,
+    /// Elements.
+    pub(crate) count: u64,
+    /// The way asked for.
+    pub(crate) algo: &'static str,
+    /// The way taken; `mixed` if the ranks do not agree, which no correct run shows.
+    pub(crate) path: &'static str,
+    /// How ranks reach what combines: `inline` packets to a device, or `host` to host.
+    pub(crate) attach: &'static str,
+    /// Median over the iterations of the slowest rank's time.
+    pub(crate) time_us: f64,
+    /// 99th percentile of the same.
+    pub(crate) p99_us: f64,
+    /// Size over time, in 1e9 bytes a second.
+    pub(crate) algbw_gbytes_s: f64,
+    /// That times nccl-tests' factor.
+    pub(crate) busbw_gbytes_s: f64,
+    /// Elements that were not what they must be, over all iterations and ranks.
+    pub(crate) wrong: u64,
+    /// Bytes sent by the rank that sent the most, per operation.
+    pub(crate) wire_bytes: u64,
+    /// Processor time of the rank that used the most, per operation.
+    pub(crate) cpu_us: f64,
+    /// Contributions sent again, over all iterations and ranks.
+    pub(crate) retransmits: u64,
+    /// Whether any operation was repaired.
+    pub(crate) repaired: bool,
+}
+
+impl Row {
+    /// Sum up what the ranks measured of a case.
+    pub(crate) fn new(case: &Case, ranks: &[Measured]) -> Self {
+        let figures = stats_of(case, ranks);
+        let is_barrier = case.collective == Collective::Barrier;
+        let path = common_path(ranks);
+        Self {
+            collective: case.collective.name(),
+            dtype: (!is_barrier).then(|| case.dtype.name()),
+            op: (!is_barrier).then(|| case.op.name()),
+            ranks: ranks.len() as u32,
+            size_bytes: case.size_bytes(),
+            count: case.count,
+            algo: case.algo.name(),
+            path: path.map_or("mixed", Path::name),
+            attach: if path == Some(Path::Tree) { "inline" } else { "host" },
+            time_us: thousandths(figures.median_ns / 1e3),
+            p99_us: thousandths(figures.p99_ns as f64 / 1e3),
+            algbw_gbytes_s: figures.algbw,
+            busbw_gbytes_s: figures.busbw,
+            wrong: ranks.iter().map(|rank| rank.wrong).sum(),
+            wire_bytes: figures.wire_bytes,
+            cpu_us: thousandths(figures.cpu_ns / 1e3),
+            retransmits: ranks.iter().map(|rank| rank.retransmits).sum(),
+            repaired: ranks.iter().any(|rank| rank.repaired),
+        }
+    }
+}
+
+/// Print the table's head.
+pub(crate) fn write_head(out: &mut impl Write) -> io::Result<()> {
+    writeln!(
+        out,
+        "#{:>12} {:>13} {:>8} {:>7} {:>6} {:>6} {:>11} {:>11} {:>8} {:>8} {:>7}",
+        "size", "count", "type", "redop", "algo", "path", "time", "p99", "algbw", "busbw", "#wrong"
+    )?;
+    writeln!(
+        out,
+        "#{:>12} {:>13} {:>8} {:>7} {:>6} {:>6} {:>11} {:>11} {:>8} {:>8} {:>7}",
+        "(B)", "(elements)", "", "", "", "taken", "(us)", "(us)", "(GB/s)", "(GB/s)", ""
+    )
+}
+
+/// Print a row of the table.
+pub(crate) fn write_row(out: &mut impl Write, row: &Row) -> io::Result<()> {
+    writeln!(
+        out,
+        " {:>12} {:>13} {:>8} {:>7} {:>6} {:>6} {:>11} {:>11} {:>8} {:>8} {:>7}",
+        row.size_bytes,
+        row.count,
+        row.dtype.unwrap_or("none"),
+        row.op.unwrap_or("none"),
+        row.algo,
+        row.path,
+        figure(row.time_us),
+        figure(row.p99_us),
+        figure(row.algbw_gbytes_s),
+        figure(row.busbw_gbytes_s),
+        row.wrong
+    )
+}
+
+/// Return the way that all ranks say they took, if it is one.
+fn common_path(ranks: &[Measured]) -> Option<Path> {
+    let path = ranks.first()?.path?;
+    ranks.iter().all(|rank| rank.path == Some(path)).then_some(path)
+}
+
+/// Write a number with about four digits, as nccl-tests does.
+fn figure(value: f64) -> String {
+    let decimals = match value {
+        v if v >= 1000.0 => 0,
+        v if v >= 100.0 => 1,
+        v if v >= 10.0 => 2,
+        v if v >= 0.01 || v == 0.0 => 3,
+        _ => 5,
+    };
+    format!("{value:.decimals$}")
+}
+
+/// Round to thousandths: finer digits of a microsecond are noise.
+fn thousandths(value: f64) -> f64 {
+    (value * 1e3).round() / 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::Algo;
+    use sumac_hal::op::{Dtype, ReduceOp};
+
+    fn measured(times_ns: &[u64], path: Path) -> Measured {
+        Measured {
+            times_ns: times_ns.to_vec(),
+            wrong: 0,
+            path: Some(path),
+            fallback: None,
+            wire_bytes: 3000,
+            cpu_ns: 9000,
+            retransmits: 1,
+            repaired: false,
+        }
+    }
+
+    fn case(collective: Collective) -> Case {
+        Case { collective, dtype: Dtype::F32, op: ReduceOp::Sum, count: 1 << 18, algo: Algo::Tree }
+    }
+
+    #[test]
+    fn a_row_has_the_documented_keys_and_figures() {
+        let mut ranks = vec![measured(&[131_072, 524_288, 262_144], Path::Tree); 4];
+        ranks[2].times_ns[1] = 1_048_576;
+        ranks[1].wire_bytes = 6000;
+        ranks[3].wrong = 2;
+        let row = Row::new(&case(Collective::AllReduce), &ranks);
+        let json = serde_json::to_string(&row).expect("plain data");
+        assert_eq!(
+            json,
+            "{\"collective\":\"all_reduce\",\"dtype\":\"f32\",\"op\":\"sum\",\"ranks\":4,\"size_bytes\":1048576,\
+             \"count\":262144,\"algo\":\"tree\",\"path\":\"tree\",\"attach\":\"inline\",\"time_us\":262.144,\"p99_us\":1048.576,\
+             \"algbw_gbytes_s\":4.0,\"busbw_gbytes_s\":6.0,\"wrong\":2,\"wire_bytes\":2000,\"cpu_us\":3.0,\
+             \"retransmits\":4,\"repaired\":false}"
+        );
+    }
+
+    #[test]
+    fn the_table_lines_up() {
+        let mut text = Vec::new();
+        write_head(&mut text).expect("memory");
+        let ranks = vec![measured(&[1_234_567], Path::HalvingDoubling); 2];
+        write_row(&mut text, &Row::new(&case(Collective::AllReduce), &ranks)).expect("memory");
+        let text = String::from_utf8(text).expect("ASCII");
+        let golden = "\
+#        size         count     type   redop   algo   path        time         p99    algbw    busbw  #wrong
+#         (B)    (elements)                          taken        (us)        (us)   (GB/s)   (GB/s)        
+      1048576        262144      f32     sum   tree     hd        1235        1235    0.849    0.849       0
+";
+        assert_eq!(text, golden);
+    }
+
+    #[test]
+    fn ranks_that_disagree_on_the_path_show() {
+        let ranks = [measured(&[1], Path::Tree), measured(&[1], Path::Ring)];
+        assert_eq!(Row::new(&case(Collective::AllReduce), &ranks).path, "mixed");
+        let row = Row::new(&Case { count: 0, ..case(Collective::Barrier) }, &ranks[..1]);
+        assert_eq!((row.dtype, row.op, row.size_bytes, row.busbw_gbytes_s), (None, None, 0, 0.0));
+    }
+}

@@ -1,0 +1,100 @@
+//! `sumac plan`: the aggregation tree of some hosts on a real fabric.
+
+use crate::exit::Failure;
+use clap::Args;
+use serde::Serialize;
+use std::io::{self, Write};
+use std::path::PathBuf;
+use sumac::plan::{self, Child, HostSelection, Limits, Plan};
+use sumac::topo::Fabric;
+
+/// `sumac plan`.
+#[derive(Debug, Args)]
+pub(crate) struct PlanArgs {
+    /// The fabric: raw output of ibnetdiscover, ibsim's .net, or the project's .toml
+    #[arg(long, value_name = "FILE")]
+    topology: PathBuf,
+    /// The first N hosts in natural name order, a comma-separated list of names or GUIDs, or `all`
+    #[arg(long, value_name = "N|LIST")]
+    hosts: HostSelection,
+    /// Most children of an aggregation node
+    #[arg(long, value_name = "N", default_value_t = Limits::default().max_children)]
+    max_children: usize,
+    /// Print the tree for Graphviz
+    #[arg(long, conflicts_with = "json")]
+    dot: bool,
+    /// Print the tree as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Plan and print.
+pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
+    let fabric = Fabric::read(&args.topology).map_err(Failure::input)?;
+    for warning in fabric.warnings() {
+        tracing::warn!("{}: {warning}", args.topology.display());
+    }
+    let limits = Limits { max_children: args.max_children, ..Limits::default() };
+    let plan = plan::plan(&fabric, &args.hosts, &limits).map_err(Failure::input)?;
+    let mut out = io::stdout().lock();
+    if args.json {
+        serde_json::to_writer_pretty(&mut out, &PlanJson::new(&plan)).map_err(io::Error::from)?;
+        writeln!(out)?;
+    } else {
+        let text = if args.dot { plan.to_dot() } else { plan.to_text() };
+        out.write_all(text.as_bytes())?;
+    }
+    Ok(out.flush()?)
+}
+
+/// The documented keys and no other, so that what scripts read stays what is documented.
+#[derive(Debug, Serialize)]
+struct PlanJson<'a> {
+    levels: usize,
+    root: &'a str,
+    max_children: usize,
+    max_link_sharing: usize,
+    nodes: Vec<NodeJson<'a>>,
+    ranks: Vec<RankJson<'a>>,
+}
+
+#[derive(Debug, Serialize)]
+struct NodeJson<'a> {
+    name: &'a str,
+    level: usize,
+    parent: Option<&'a str>,
+    /// Names of nodes, and `rank N`.
+    children: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct RankJson<'a> {
+    rank: u32,
+    host: &'a str,
+    leaf: &'a str,
+}
+
+impl<'a> PlanJson<'a> {
+    fn new(plan: &'a Plan) -> Self {
+        let name = |node: usize| plan.nodes[node].name.as_str();
+        let child = |child: &Child| match child {
+            Child::Node(node) => name(*node).to_owned(),
+            Child::Rank(rank) => rank.to_string(),
+        };
+        let node = |node: &'a plan::PlanNode| NodeJson {
+            name: &node.name,
+            level: node.level,
+            parent: node.parent.map(name),
+            children: node.children.iter().map(child).collect(),
+        };
+        let rank = |rank: &'a plan::PlanRank| RankJson { rank: rank.rank.0, host: &rank.name, leaf: name(rank.leaf) };
+        Self {
+            levels: plan.levels,
+            root: &plan.root().name,
+            max_children: plan.max_children,
+            max_link_sharing: plan.max_link_sharing,
+            nodes: plan.nodes.iter().map(node).collect(),
+            ranks: plan.ranks.iter().map(rank).collect(),
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! `sumac controller` and `sumac device`: the two kinds of process that serve until they are told to end.
+//!
+//! Each prints one line on stdout when it is ready (`listening ADDRESS`, `ready NAME`), and ends with status 0 on SIGINT or
+//! SIGTERM, having released what it holds.
+
+use crate::cluster::{LISTENING, READY};
+use crate::exit::Failure;
+use anyhow::{Context, anyhow};
+use clap::Args;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use sumac::comm::DEFAULT_PORT;
+use sumac::controller::{Controller, ControllerConfig};
+use sumac::topo::Fabric;
+use sumac_firmware::emulated::{Board, BoardConfig};
+
+/// The longest fabric that is read from stdin, in bytes.
+const STDIN_MAX_BYTES: u64 = 64 << 20;
+
+/// `sumac controller`.
+#[derive(Debug, Args)]
+pub(crate) struct ControllerArgs {
+    /// Where to listen; loopback only, as long as nothing is authenticated
+    #[arg(long, value_name = "ADDRESS", default_value_t = SocketAddr::from((Ipv4Addr::LOCALHOST, DEFAULT_PORT)))]
+    listen: SocketAddr,
+    /// The fabric to plan on (an ibnetdiscover dump or TOML), `-` for TOML on stdin; without it, every device is a
+    /// switch that all hosts hang on
+    #[arg(long, value_name = "FILE")]
+    topology: Option<PathBuf>,
+}
+
+/// `sumac device`.
+#[derive(Debug, Args)]
+pub(crate) struct DeviceArgs {
+    /// The device's name: that of its switch in the fabric
+    #[arg(long, value_name = "NAME")]
+    name: String,
+    /// The controller to serve
+    #[arg(long, value_name = "ADDRESS", default_value_t = SocketAddr::from((Ipv4Addr::LOCALHOST, DEFAULT_PORT)))]
+    controller: SocketAddr,
+    /// The address of this host that ranks and other devices reach
+    #[arg(long, value_name = "IP", default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST))]
+    bind: IpAddr,
+    /// Worker threads, each with a port and memory of its own
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    shards: u16,
+    /// Most children that it takes, over all its groups [default: the board's]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=65_536))]
+    children: Option<u32>,
+    /// Slots of all groups, in each shard [default: the board's]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1 << 20))]
+    slots: Option<u32>,
+    /// Seconds to wait for the controller before giving up
+    #[arg(long = "timeout", value_name = "SECONDS", default_value_t = 30)]
+    timeout_s: u64,
+}
+
+/// Run a controller until a signal.
+pub(crate) fn run_controller(args: &ControllerArgs) -> Result<(), Failure> {
+    let signals = signals()?;
+    let mut config = ControllerConfig::new();
+    config.listen = args.listen;
+    config.fabric = args.topology.as_deref().map(read_fabric).transpose().map_err(Failure::Input)?;
+    let controller = Controller::start(config).map_err(Failure::input)?;
+    announce(&format!("{LISTENING}{}", controller.local_addr()))?;
+    wait(signals);
+    Ok(())
+}
+
+/// Run an emulated device until a signal.
+pub(crate) fn run_device(args: DeviceArgs) -> Result<(), Failure> {
+    let signals = signals()?;
+    let mut config = BoardConfig::new(args.name, args.controller);
+    config.bind = args.bind;
+    config.shards = args.shards;
+    config.children = args.children.unwrap_or(config.children);
+    config.slots = args.slots.unwrap_or(config.slots);
+    let name = config.name.clone();
+    let board = Board::start(config).map_err(Failure::input)?;
+    if !board.wait_registered(Duration::from_secs(args.timeout_s)) {
+        let (controller, seconds) = (args.controller, args.timeout_s);
+        return Err(Failure::Run(anyhow!(
+            "device {name} has not reached a controller at {controller} within {seconds} s; start one with `sumac controller`"
+        )));
+    }
+    announce(&format!("{READY}{name}"))?;
+    wait(signals);
+    Ok(())
+}
+
+fn read_fabric(path: &Path) -> anyhow::Result<Fabric> {
+    if path.as_os_str() != "-" {
+        return Ok(Fabric::read(path)?);
+    }
+    let mut text = String::new();
+    io::stdin().take(STDIN_MAX_BYTES).read_to_string(&mut text).context("cannot read the fabric from stdin")?;
+    Fabric::from_toml(&text).context("stdin")
+}
+
+fn announce(line: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    writeln!(out, "{line}")?;
+    out.flush()
+}
+
+/// Take over the signals before anything is started that they should end in order.
+fn signals() -> Result<Signals, Failure> {
+    Signals::new([SIGINT, SIGTERM]).context("watch for signals").map_err(Failure::Run)
+}
+
+/// Wait for the first signal.
+fn wait(mut signals: Signals) {
+    let signal = signals.forever().next();
+    tracing::info!(?signal, "ending");
+}

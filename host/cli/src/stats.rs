@@ -1,0 +1,85 @@
+//! The figures of a row: nccl-tests' bandwidths, and the median and 99th percentile of the slowest rank.
+
+use sumac_hal::op::Collective;
+
+/// Return, per iteration, the time of the slowest rank; `times_ns[rank][iteration]`.
+///
+/// Ranks that report fewer iterations shorten the answer: what was not measured by all is not a measurement.
+pub(crate) fn slowest_ns(times_ns: &[Vec<u64>]) -> Vec<u64> {
+    let iterations = times_ns.iter().map(Vec::len).min().unwrap_or(0);
+    (0..iterations).map(|i| times_ns.iter().map(|rank| rank[i]).max().unwrap_or(0)).collect()
+}
+
+/// Return the median in nanoseconds, the mean of the middle two for an even number; 0 of nothing.
+pub(crate) fn median_ns(times_ns: &[u64]) -> f64 {
+    let mut sorted = times_ns.to_vec();
+    sorted.sort_unstable();
+    match sorted.len() {
+        0 => 0.0,
+        n if n % 2 == 1 => sorted[n / 2] as f64,
+        n => (sorted[n / 2 - 1] as f64 + sorted[n / 2] as f64) / 2.0,
+    }
+}
+
+/// Return the 99th percentile by the nearest-rank rule: the smallest value that at least 99 % do not exceed; 0 of nothing.
+///
+/// Below 100 values that is the greatest one.
+pub(crate) fn p99_ns(times_ns: &[u64]) -> u64 {
+    let mut sorted = times_ns.to_vec();
+    sorted.sort_unstable();
+    let nearest_rank = (sorted.len() * 99).div_ceil(100);
+    sorted.get(nearest_rank.saturating_sub(1)).copied().unwrap_or(0)
+}
+
+/// Return the algorithm bandwidth in GB/s (1e9 bytes): size over time; 0 where no time passed.
+pub(crate) fn algbw_gbytes_s(size_bytes: u64, time_ns: f64) -> f64 {
+    if time_ns > 0.0 { size_bytes as f64 / time_ns } else { 0.0 }
+}
+
+/// Return what nccl-tests multiplies the algorithm bandwidth by to get the bus bandwidth (`doc/PERFORMANCE.md` there):
+/// 2 (N-1) / N for an all-reduce, whatever path it takes; nothing moves in a barrier.
+pub(crate) fn bus_factor(collective: Collective, ranks: u32) -> f64 {
+    match collective {
+        Collective::AllReduce => 2.0 * (f64::from(ranks) - 1.0) / f64::from(ranks.max(1)),
+        _ => 0.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_slowest_rank_counts_in_each_iteration() {
+        assert_eq!(slowest_ns(&[vec![1, 9, 3], vec![5, 2, 4]]), [5, 9, 4]);
+        assert_eq!(slowest_ns(&[vec![1, 9], vec![5]]), [5]);
+        assert_eq!(slowest_ns(&[]), [0_u64; 0]);
+    }
+
+    #[test]
+    fn medians_of_odd_even_and_no_values() {
+        assert_eq!(median_ns(&[3, 1, 2]), 2.0);
+        assert_eq!(median_ns(&[4, 1, 2, 3]), 2.5);
+        assert_eq!(median_ns(&[]), 0.0);
+    }
+
+    #[test]
+    fn the_99th_percentile_is_a_measured_value() {
+        let values: Vec<u64> = (1..=200).rev().collect();
+        assert_eq!(p99_ns(&values), 198);
+        assert_eq!(p99_ns(&values[..100]), 199);
+        assert_eq!(p99_ns(&[7, 5]), 7);
+        assert_eq!(p99_ns(&[]), 0);
+    }
+
+    #[test]
+    fn bandwidths_are_those_of_nccl_tests() {
+        // 16 MiB in 1 ms over 4 ranks.
+        let algbw = algbw_gbytes_s(16 << 20, 1e6);
+        assert!((algbw - 16.777_216).abs() < 1e-9);
+        assert_eq!(bus_factor(Collective::AllReduce, 4), 1.5);
+        assert_eq!(bus_factor(Collective::AllReduce, 1), 0.0);
+        assert_eq!(bus_factor(Collective::Barrier, 4), 0.0);
+        assert_eq!(algbw_gbytes_s(8, 0.0), 0.0);
+    }
+}

@@ -1,0 +1,173 @@
+//! `sumac rank` (hidden): one rank, told by its supervisor what to do.
+//!
+//! In the timed part of an iteration there is the operation and nothing else: no allocation, no output, no filling and
+//! no checking. Every iteration starts after a barrier, so that the time is the operation's and not that of waiting for
+//! a rank that is still checking its last result.
+
+use crate::exit::Failure;
+use crate::job::{Case, Measured, RankJob, Report, Work};
+use crate::npy::Array;
+use crate::options::Algo;
+use crate::pattern::Pattern;
+use anyhow::{Context, anyhow};
+use rustix::time::{ClockId, clock_gettime};
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::path::Path;
+use std::time::{Duration, Instant};
+use sumac::{CallOptions, Communicator, JoinConfig, Outcome, ReduceOp};
+use sumac_hal::op::{Collective, Dtype};
+use sumac_hal::wire::crc32c;
+
+/// Read the job from stdin, do it, and report on stdout.
+pub(crate) fn run() -> Result<(), Failure> {
+    let mut line = String::new();
+    io::stdin().read_line(&mut line)?;
+    let job: RankJob = serde_json::from_str(&line)
+        .context("stdin holds no job for a rank; `sumac perf` and `sumac all-reduce` start ranks")
+        .map_err(Failure::Input)?;
+    let mut config = JoinConfig::new(job.controller, job.job.as_str(), job.rank, job.world);
+    config.host = Some(job.host.clone());
+    config.order = job.order.unwrap_or(config.order);
+    config.deadline = Duration::from_millis(job.deadline_ms);
+    let communicator = Communicator::join(config).map_err(Failure::run)?;
+    report(&Report::Joined)?;
+    match &job.work {
+        Work::Perf { cases, warmup, iterations } => {
+            let mut bench = Bench::new(&communicator, *warmup, *iterations);
+            for case in cases {
+                report(&bench.measure(case)?)?;
+            }
+        }
+        Work::Reduce { input, fortran_order, op, algo, output } => {
+            report(&reduce(&communicator, (input, *fortran_order), (*op, *algo), output.as_deref())?)?;
+        }
+    }
+    communicator.leave();
+    Ok(())
+}
+
+/// What stays from case to case.
+#[derive(Debug)]
+struct Bench<'a> {
+    communicator: &'a Communicator,
+    warmup: u32,
+    iterations: u32,
+    /// Counts on over all cases, so that no case's values are an earlier one's.
+    iteration: u64,
+    pattern: Option<(Dtype, ReduceOp, Pattern)>,
+    buffer: Vec<u8>,
+}
+
+impl<'a> Bench<'a> {
+    fn new(communicator: &'a Communicator, warmup: u32, iterations: u32) -> Self {
+        Self { communicator, warmup, iterations, iteration: 0, pattern: None, buffer: Vec::new() }
+    }
+
+    /// Measure a case: every iteration is checked, those after the warm-up count.
+    fn measure(&mut self, case: &Case) -> Result<Report, Failure> {
+        let size_bytes = usize::try_from(case.size_bytes()).map_err(Failure::run)?;
+        if self.buffer.len() < size_bytes {
+            self.buffer.resize(size_bytes, 0);
+        }
+        let (rank, ranks) = (self.communicator.rank(), self.communicator.size());
+        let known = self.pattern.take().filter(|(dtype, op, _)| (*dtype, *op) == (case.dtype, case.op));
+        let (.., pattern) = self
+            .pattern
+            .insert(known.unwrap_or_else(|| (case.dtype, case.op, Pattern::new(case.dtype, case.op, rank, ranks))));
+        let buffer = &mut self.buffer[..size_bytes];
+        let mut sum = Measured {
+            times_ns: Vec::with_capacity(self.iterations as usize),
+            wrong: 0,
+            path: None,
+            fallback: None,
+            wire_bytes: 0,
+            cpu_ns: 0,
+            retransmits: 0,
+            repaired: false,
+        };
+        for nth in 0..u64::from(self.warmup) + u64::from(self.iterations) {
+            self.iteration += 1;
+            pattern.fill(buffer, self.iteration);
+            self.communicator.barrier().map_err(|error| failed(case, &error))?;
+            let cpu_before = cpu_time();
+            let start = Instant::now();
+            let outcome = operate(self.communicator, case, buffer);
+            let time = start.elapsed();
+            let cpu = cpu_time().saturating_sub(cpu_before);
+            let outcome = match outcome {
+                Ok(outcome) => outcome,
+                // Nothing was started, at no rank.
+                Err(sumac::Error::NotPossible(why)) => return Ok(Report::NotPossible { why: why.to_string() }),
+                Err(error) => return Err(failed(case, &error)),
+            };
+            sum.wrong += pattern.wrong(buffer, self.iteration);
+            if nth >= u64::from(self.warmup) {
+                sum.times_ns.push(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+                sum.cpu_ns += u64::try_from(cpu.as_nanos()).unwrap_or(u64::MAX);
+                add(&mut sum, outcome);
+            }
+        }
+        Ok(Report::Measured(sum))
+    }
+}
+
+/// Do the operation of a case: what is timed.
+fn operate(communicator: &Communicator, case: &Case, buffer: &mut [u8]) -> Result<Outcome, sumac::Error> {
+    let options = CallOptions { algo: Some(case.algo), deadline: None };
+    match case.collective {
+        Collective::Barrier => communicator.barrier_with(&options),
+        _ => communicator.all_reduce_bytes(buffer, case.dtype, case.op, &options),
+    }
+}
+
+fn add(sum: &mut Measured, outcome: Outcome) {
+    sum.path = Some(outcome.path);
+    sum.fallback = sum.fallback.take().or(outcome.fallback);
+    sum.wire_bytes += outcome.wire_bytes;
+    sum.retransmits += outcome.retransmits;
+    sum.repaired |= outcome.repaired;
+}
+
+fn failed(case: &Case, error: &sumac::Error) -> Failure {
+    Failure::Run(anyhow!("{} of {} bytes by {}: {error}", case.collective, case.size_bytes(), case.algo))
+}
+
+/// Reduce the array of a file, and write the result if this rank is the one that does.
+fn reduce(
+    communicator: &Communicator,
+    (input, fortran_order): (&Path, bool),
+    (op, algo): (ReduceOp, Algo),
+    output: Option<&Path>,
+) -> Result<Report, Failure> {
+    let array = Array::inspect(input).map_err(Failure::input)?;
+    let mut bytes = array.read(fortran_order).map_err(Failure::input)?;
+    communicator.barrier().map_err(Failure::run)?;
+    let start = Instant::now();
+    let options = CallOptions { algo: Some(algo), deadline: None };
+    let outcome = communicator.all_reduce_bytes(&mut bytes, array.dtype(), op, &options).map_err(Failure::run)?;
+    let time = start.elapsed();
+    if let Some(path) = output {
+        let write = || OpenOptions::new().append(true).open(path)?.write_all(&bytes);
+        write().with_context(|| format!("cannot write {}", path.display())).map_err(Failure::Run)?;
+    }
+    Ok(Report::Reduced {
+        crc: crc32c(&bytes),
+        time_ns: u64::try_from(time.as_nanos()).unwrap_or(u64::MAX),
+        path: outcome.path,
+        fallback: outcome.fallback,
+    })
+}
+
+/// Return the processor time that this process has used, user and system, all threads.
+fn cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0))
+}
+
+fn report(report: &Report) -> Result<(), Failure> {
+    let mut out = io::stdout().lock();
+    serde_json::to_writer(&mut out, report).map_err(Failure::run)?;
+    writeln!(out)?;
+    Ok(out.flush()?)
+}
