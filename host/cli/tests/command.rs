@@ -1,0 +1,203 @@
+//! The command as a user meets it: exit statuses, messages, output.
+//!
+//! Whole clusters of processes on loopback; nothing here depends on how fast they are.
+
+mod common;
+
+use common::{Dir, exit_status, npy_f32, read_npy_f32, stderr, stdout, sumac};
+use serde_json::Value;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+
+const PERF_KEYS: [&str; 18] = [
+    "collective",
+    "dtype",
+    "op",
+    "ranks",
+    "size_bytes",
+    "count",
+    "algo",
+    "path",
+    "attach",
+    "time_us",
+    "p99_us",
+    "algbw_gbytes_s",
+    "busbw_gbytes_s",
+    "wrong",
+    "wire_bytes",
+    "cpu_us",
+    "retransmits",
+    "repaired",
+];
+
+fn rows(args: &[&str]) -> Vec<Value> {
+    let output = sumac(args);
+    assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
+    stdout(&output).lines().map(|line| serde_json::from_str(line).expect("a JSON object a line")).collect()
+}
+
+#[test]
+fn perf_runs_every_path_and_counts_no_wrong_element() {
+    let rows = rows(&["perf", "--json", "-b", "8", "-e", "32K", "-f", "64", "-n", "3", "-w", "1"]);
+    assert_eq!(rows.len(), 3 * 3);
+    for (row, algo) in rows.iter().zip(["tree", "ring", "hd"].iter().cycle()) {
+        let keys: Vec<_> = row.as_object().expect("an object").keys().map(String::as_str).collect();
+        assert!(PERF_KEYS.iter().all(|key| keys.contains(key)) && keys.len() == PERF_KEYS.len(), "{keys:?}");
+        assert_eq!((row["algo"].as_str(), row["path"].as_str()), (Some(*algo), Some(*algo)), "{row}");
+        assert_eq!((row["wrong"].as_u64(), row["ranks"].as_u64()), (Some(0), Some(4)), "{row}");
+        // Each rank sends its data at least once.
+        assert!(row["wire_bytes"].as_u64() >= row["size_bytes"].as_u64(), "{row}");
+        let (time, algbw) = (row["time_us"].as_f64(), row["algbw_gbytes_s"].as_f64());
+        let (time, algbw) = (time.expect("a number"), algbw.expect("a number"));
+        let size = row["size_bytes"].as_f64().expect("a number");
+        assert!((size / time / 1e3 / algbw - 1.0).abs() < 1e-2, "{row}");
+        assert!((row["busbw_gbytes_s"].as_f64().expect("a number") / algbw - 1.5).abs() < 1e-9, "{row}");
+    }
+}
+
+#[test]
+fn perf_takes_types_operators_levels_and_barriers() {
+    let args = "perf --json -b 6 -e 6 -n 2 -w 0 --ranks 3 --levels 1 -d f16,i64 -o max --algo tree,auto \
+                --collective all_reduce,barrier --order fold --shards 2";
+    let rows = rows(&args.split_whitespace().collect::<Vec<_>>());
+    let seen: Vec<_> =
+        rows.iter().map(|row| (row["dtype"].as_str(), row["count"].as_u64(), row["wrong"].as_u64())).collect();
+    let (halves, longs, barrier) =
+        ((Some("f16"), Some(3), Some(0)), (Some("i64"), Some(0), Some(0)), (None, Some(0), Some(0)));
+    assert_eq!(seen, [halves, halves, longs, longs, barrier, barrier]);
+}
+
+#[test]
+fn a_way_that_is_ruled_out_is_left_out_with_its_reason() {
+    let args = ["perf", "--json", "-e", "8", "-n", "1", "--ranks", "3", "--order", "pairwise"];
+    let output = sumac(&args);
+    assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
+    assert_eq!(stdout(&output).lines().count(), 1, "{}", stdout(&output));
+    for way in ["ring left out: ", "hd left out: "] {
+        assert!(stderr(&output).contains(way), "{}", stderr(&output));
+    }
+    let output = sumac(&[&args[..], &["--algo", "hd"]].concat());
+    assert_eq!(exit_status(&output), 1, "{}", stderr(&output));
+}
+
+#[test]
+fn perf_builds_the_tree_of_a_real_fabric() {
+    let fabric = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/two-leaves.ibnetdiscover");
+    let output = sumac(&["perf", "--topology", fabric, "--ranks", "2", "-e", "8", "-n", "2", "--algo", "tree"]);
+    assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
+    assert!(stdout(&output).contains("0 wrong elements: all right"), "{}", stdout(&output));
+}
+
+#[test]
+fn bad_usage_ends_with_2_and_names_what_is_wrong() {
+    let fabric = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/two-leaves.ibnetdiscover");
+    let cases: [(&[&str], &str); 8] = [
+        (&["perf", "-b", "1M", "-e", "8"], "-b 1M"),
+        (&["perf", "-b", "eight"], "eight"),
+        (&["perf", "--algo", "magic"], "magic"),
+        (&["perf", "--ranks", "0"], "0"),
+        (&["perf", "--topology", "/nonexistent"], "/nonexistent"),
+        (&["perf", "--topology", fabric, "--ranks", "99"], "99 hosts are asked for"),
+        (&["plan", "--topology", fabric, "--hosts", "nobody"], "nobody"),
+        (&["controller", "--listen", "0.0.0.0:0"], "0.0.0.0:0 is not a loopback address"),
+    ];
+    for (args, named) in cases {
+        let output = sumac(args);
+        assert_eq!(exit_status(&output), 2, "{args:?}: {}", stderr(&output));
+        assert!(stderr(&output).contains(named), "{args:?}: {}", stderr(&output));
+        assert!(stdout(&output).is_empty(), "{args:?}");
+    }
+}
+
+#[test]
+fn plan_prints_the_documented_keys() {
+    let fabric = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/two-leaves.ibnetdiscover");
+    let output = sumac(&["plan", "--topology", fabric, "--hosts", "2", "--json"]);
+    assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
+    let plan: Value = serde_json::from_str(&stdout(&output)).expect("JSON");
+    let keys = |value: &Value| value.as_object().expect("an object").keys().cloned().collect::<Vec<_>>().join(" ");
+    assert_eq!(keys(&plan), "levels max_children max_link_sharing nodes ranks root");
+    assert_eq!(keys(&plan["nodes"][0]), "children level name parent");
+    assert_eq!(keys(&plan["ranks"][0]), "host leaf rank");
+    assert_eq!((&plan["nodes"][0]["name"], plan["ranks"].as_array().map(Vec::len)), (&plan["root"], Some(2)));
+    let dot = stdout(&sumac(&["plan", "--topology", fabric, "--hosts", "2", "--dot"]));
+    assert!(dot.starts_with("digraph"), "{dot}");
+}
+
+#[test]
+fn all_reduce_adds_files_and_leaves_nothing_else() {
+    let dir = Dir::new("adds");
+    let inputs: Vec<_> =
+        (0..3).map(|r| dir.write(&format!("r{r}.npy"), &npy_f32(&[1.5 * r as f32, 2.0, -1.0], "(3,)"))).collect();
+    let out = dir.path("out.npy");
+    let mut args = vec!["all-reduce", "--op", "sum", "--output", out.as_str()];
+    inputs.iter().for_each(|input| args.extend(["--input", input]));
+    let output = sumac(&args);
+    assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
+    assert!(stdout(&output).contains("path tree"), "{}", stdout(&output));
+    assert_eq!(read_npy_f32(&out), [4.5, 6.0, -3.0]);
+    assert_eq!(dir.names(), ["out.npy", "r0.npy", "r1.npy", "r2.npy"]);
+}
+
+#[test]
+fn all_reduce_refuses_inputs_that_do_not_go_together() {
+    let dir = Dir::new("refuses");
+    let good = dir.write("good.npy", &npy_f32(&[1.0; 6], "(6,)"));
+    let shape = dir.write("shape.npy", &npy_f32(&[1.0; 6], "(2, 3)"));
+    let short = dir.write("short.npy", &npy_f32(&[1.0; 5], "(6,)"));
+    let foreign = dir.write("foreign.npy", b"not an array");
+    let out = dir.path("out.npy");
+    for (bad, values) in
+        [(&shape, ["(2, 3)", "(6,)"]), (&short, ["20 bytes", "24"]), (&foreign, ["not a .npy file", "NUMPY"])]
+    {
+        let output = sumac(&["all-reduce", "--input", &good, "--input", bad, "--output", &out]);
+        let said = stderr(&output);
+        assert_eq!(exit_status(&output), 2, "{said}");
+        assert!(said.contains(bad.as_str()) && values.iter().all(|value| said.contains(value)), "{said}");
+    }
+    assert_eq!(dir.names(), ["foreign.npy", "good.npy", "shape.npy", "short.npy"]);
+}
+
+#[test]
+fn status_shows_what_has_registered() {
+    let mut controller = common::serve(&["controller", "--listen", "127.0.0.1:0"]);
+    let line = controller.line();
+    let addr = line.strip_prefix("listening ").expect("an address").to_owned();
+    let mut device = common::serve(&["device", "--name", "leaf7", "--controller", &addr]);
+    assert_eq!(device.line(), "ready leaf7");
+    let output = sumac(&["status", "--controller", &addr, "--json"]);
+    assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
+    let status: Value = serde_json::from_str(&stdout(&output)).expect("JSON");
+    assert_eq!(status["devices"][0]["name"], "leaf7");
+    assert!(stdout(&sumac(&["status", "--controller", &addr])).contains("leaf7"));
+    device.interrupt_and_expect_success();
+    controller.interrupt_and_expect_success();
+    let output = sumac(&["status", "--controller", &addr]);
+    assert_eq!(exit_status(&output), 1);
+    assert!(stderr(&output).contains(&addr), "{}", stderr(&output));
+}
+
+#[test]
+fn doctor_names_what_is_there_and_what_is_not() {
+    let output = sumac(&["doctor"]);
+    let text = stdout(&output);
+    for what in ["cores", "vectors", "UDP port", "TCP port", "CUDA memory", "not built in this version"] {
+        assert!(text.contains(what), "{text}");
+    }
+    assert_eq!(exit_status(&output), i32::from(text.contains("BROKEN")), "{text}");
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_crash() {
+    let mut perf = Command::new(env!("CARGO_BIN_EXE_sumac"))
+        .args(["perf", "--json", "-e", "8", "-n", "1"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("started");
+    let mut first = String::new();
+    // The pipe is closed after the first row; later rows find no reader.
+    BufReader::new(perf.stdout.take().expect("piped")).read_line(&mut first).expect("a row");
+    let output = perf.wait_with_output().expect("ended");
+    assert!(!stderr(&output).contains("panicked"), "{}", stderr(&output));
+}

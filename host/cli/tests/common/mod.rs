@@ -1,0 +1,116 @@
+//! What the tests of the command share: running it, and files that are gone with the test.
+
+// Each test binary uses its part of this.
+#![allow(dead_code)]
+
+use rustix::process::{Pid, Signal, kill_process};
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+
+/// Run the command to its end.
+pub(crate) fn sumac(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_sumac")).args(args).stdin(Stdio::null()).output().expect("the command runs")
+}
+
+pub(crate) fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+pub(crate) fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Return the exit status, which an end by a signal does not have.
+pub(crate) fn exit_status(output: &Output) -> i32 {
+    output.status.code().unwrap_or_else(|| panic!("ended by a signal: {}", output.status))
+}
+
+/// A controller or device that is killed with the test if nothing ended it before.
+pub(crate) struct Server {
+    process: Child,
+    stdout: BufReader<ChildStdout>,
+}
+
+/// Start a command that serves.
+pub(crate) fn serve(args: &[&str]) -> Server {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sumac"));
+    let mut process = command.args(args).stdout(Stdio::piped()).spawn().expect("started");
+    let stdout = BufReader::new(process.stdout.take().expect("piped"));
+    Server { process, stdout }
+}
+
+impl Server {
+    /// Wait for a line on its stdout.
+    pub(crate) fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.stdout.read_line(&mut line).expect("a line");
+        line.trim_end().to_owned()
+    }
+
+    /// End it as Ctrl-C would.
+    pub(crate) fn interrupt_and_expect_success(&mut self) {
+        kill_process(Pid::from_child(&self.process), Signal::INT).expect("running");
+        assert_eq!(self.process.wait().expect("ended").code(), Some(0));
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// A directory that is gone with the test.
+pub(crate) struct Dir(PathBuf);
+
+impl Dir {
+    pub(crate) fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("sumac-{name}-{}", std::process::id()));
+        fs::create_dir(&path).expect("a writable temporary directory");
+        Self(path)
+    }
+
+    pub(crate) fn path(&self, name: &str) -> String {
+        self.0.join(name).to_str().expect("UTF-8").to_owned()
+    }
+
+    pub(crate) fn write(&self, name: &str, bytes: &[u8]) -> String {
+        let path = self.path(name);
+        fs::write(&path, bytes).expect("written");
+        path
+    }
+
+    /// Return the names of everything in it, sorted.
+    pub(crate) fn names(&self) -> Vec<String> {
+        let entries = fs::read_dir(&self.0).expect("listed");
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.expect("listed").file_name().into_string().expect("UTF-8")).collect();
+        names.sort();
+        names
+    }
+}
+
+impl Drop for Dir {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Return a .npy file of f32 elements; `shape` as Python writes it.
+pub(crate) fn npy_f32(values: &[f32], shape: &str) -> Vec<u8> {
+    let head = format!("{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}\n");
+    let mut bytes = b"\x93NUMPY\x01\x00".to_vec();
+    bytes.extend((head.len() as u16).to_le_bytes());
+    bytes.extend(head.bytes());
+    bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+    bytes
+}
+
+/// Read a .npy file of f32 elements with another crate than the command does.
+pub(crate) fn read_npy_f32(path: impl AsRef<Path>) -> Vec<f32> {
+    let bytes = fs::read(path).expect("a file");
+    npyz::NpyFile::new(&bytes[..]).and_then(npyz::NpyFile::into_vec).expect("an array of f32")
+}

@@ -1,0 +1,140 @@
+//! What is left of a cluster when its supervisor is interrupted or killed, or when a child dies: nothing.
+
+mod common;
+
+use common::{Dir, exit_status, npy_f32, stderr};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::os::fd::OwnedFd;
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+
+/// A supervisor and what it has started.
+struct Running {
+    supervisor: Child,
+    stdout: BufReader<ChildStdout>,
+    children: Vec<Process>,
+}
+
+/// A child of the supervisor; the file becomes readable when it ends.
+struct Process {
+    pid: Pid,
+    command: String,
+    ended: OwnedFd,
+}
+
+impl Running {
+    fn start(args: &[&str]) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_sumac"));
+        command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut supervisor = command.spawn().expect("started");
+        let stdout = BufReader::new(supervisor.stdout.take().expect("piped"));
+        Self { supervisor, stdout, children: Vec::new() }
+    }
+
+    /// Start a measurement whose second row takes far longer than the test, and wait for the first.
+    fn perf() -> Self {
+        let mut running =
+            Self::start(&["perf", "--json", "-b", "8", "-e", "64M", "-f", "8388608", "-n", "500", "--algo", "tree"]);
+        let mut row = String::new();
+        running.stdout.read_line(&mut row).expect("a row");
+        running.children = children(running.supervisor.id());
+        // The controller, three devices and four ranks.
+        assert_eq!(running.children.len(), 8, "{row}");
+        running
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.supervisor), signal).expect("running");
+    }
+
+    fn child(&self, command: &str) -> &Process {
+        self.children.iter().find(|child| child.command.contains(command)).expect("such a child")
+    }
+
+    /// Wait for the supervisor and then for each child; one that stays fails the test.
+    fn end(mut self) -> Output {
+        self.stdout.read_to_end(&mut Vec::new()).expect("read");
+        let output = self.supervisor.wait_with_output().expect("ended");
+        for Process { pid, command, ended } in &self.children {
+            let limit = Timespec { tv_sec: 30, tv_nsec: 0 };
+            let events = poll(&mut [PollFd::new(ended, PollFlags::IN)], Some(&limit)).expect("polled");
+            assert_eq!(events, 1, "process {} is left: {command}", pid.as_raw_pid());
+        }
+        output
+    }
+}
+
+/// Return the children of a process.
+fn children(parent: u32) -> Vec<Process> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc").expect("/proc").flatten() {
+        let path = entry.path();
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw) else {
+            continue;
+        };
+        // A process that ends meanwhile is nobody's child.
+        let Ok(status) = fs::read_to_string(path.join("status")) else { continue };
+        if !status.lines().any(|line| line.strip_prefix("PPid:").is_some_and(|ppid| ppid.trim() == parent.to_string()))
+        {
+            continue;
+        }
+        let Ok(ended) = pidfd_open(pid, PidfdFlags::empty()) else { continue };
+        let command = fs::read_to_string(path.join("cmdline")).unwrap_or_default().replace('\0', " ");
+        found.push(Process { pid, command, ended });
+    }
+    found
+}
+
+#[test]
+fn ctrl_c_ends_everything_with_130() {
+    let running = Running::perf();
+    running.signal(Signal::INT);
+    let output = running.end();
+    assert_eq!(exit_status(&output), 130, "{}", stderr(&output));
+}
+
+#[test]
+fn a_killed_supervisor_takes_its_children_along() {
+    let running = Running::perf();
+    running.signal(Signal::KILL);
+    assert_eq!(running.end().status.code(), None);
+}
+
+#[test]
+fn a_device_that_dies_ends_the_run_and_is_named() {
+    let running = Running::perf();
+    kill_process(running.child("--name=leaf1").pid, Signal::KILL).expect("running");
+    let output = running.end();
+    assert_eq!(exit_status(&output), 1, "{}", stderr(&output));
+    assert!(stderr(&output).contains("device leaf1 ended early (signal: 9"), "{}", stderr(&output));
+}
+
+#[test]
+fn a_rank_that_dies_ends_the_run() {
+    let running = Running::perf();
+    kill_process(running.child(" rank").pid, Signal::KILL).expect("running");
+    let output = running.end();
+    assert_eq!(exit_status(&output), 1, "{}", stderr(&output));
+    // Either the dead rank is seen first, or another one that noticed it.
+    assert!(stderr(&output).contains("error: rank "), "{}", stderr(&output));
+}
+
+#[test]
+fn an_interrupted_all_reduce_leaves_no_file() {
+    let dir = Dir::new("interrupted");
+    let values = vec![1.0; 1 << 23];
+    let inputs = ["a.npy", "b.npy"].map(|name| dir.write(name, &npy_f32(&values, "(8388608,)")));
+    let out = dir.path("out.npy");
+    let mut running = Running::start(&["all-reduce", "--input", &inputs[0], "--input", &inputs[1], "--output", &out]);
+    // Signals are taken over before anything else is begun; so with the first child, this one is in order.
+    while running.children.is_empty() {
+        assert!(running.supervisor.try_wait().expect("asked").is_none(), "it ended before it had a child");
+        running.children = children(running.supervisor.id());
+    }
+    running.signal(Signal::INT);
+    let output = running.end();
+    assert_eq!(exit_status(&output), 130, "{}", stderr(&output));
+    assert_eq!(dir.names(), ["a.npy", "b.npy"]);
+}
