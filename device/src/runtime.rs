@@ -1,11 +1,15 @@
 //! Moves packets between a port and a node: what every board's loop calls.
 
-use crate::node::Node;
-use sumac_hal::port::{Port, RxToken, TxToken};
+use crate::node::{Node, Outgoing};
+use heapless::Vec;
+use sumac_hal::port::{Gather, Port, RxToken};
 use sumac_hal::time::Instant;
 
 /// Receive rounds in one poll: bounds its work, so that a flood can't keep control requests waiting.
 const ROUNDS: usize = 4;
+
+/// Packets handed to the port at a time: enough for long runs to each child, few enough for a small stack.
+const BATCH: usize = 32;
 
 /// Do what can be done at `now` without waiting: take in up to a few bursts of packets, do what is due, send
 /// what there is to send. Returns when to poll again if nothing arrives before; `Some(now)` if there is more to
@@ -23,8 +27,9 @@ pub fn poll<P: Port>(node: &mut Node<'_>, port: &mut P, now: Instant) -> Option<
         if node.poll_timeout().is_some_and(|at| at <= now) {
             node.handle_timeout(now);
         }
-        let blocked = !transmit(node, port, now);
+        // What the port refused earlier goes first.
         port.flush(now);
+        let blocked = !transmit(node, port, now);
         busy = blocked || received == burst;
         if received < burst {
             break;
@@ -33,14 +38,26 @@ pub fn poll<P: Port>(node: &mut Node<'_>, port: &mut P, now: Instant) -> Option<
     if busy { Some(now) } else { node.poll_timeout() }
 }
 
-/// Send what the node has; false if the port could not take all of it.
+/// Send what the node has, payloads from where they are; false if the port could not take all of it.
 fn transmit<P: Port>(node: &mut Node<'_>, port: &mut P, now: Instant) -> bool {
-    while let Some(to) = node.poll_destination() {
-        let Some(token) = port.transmit(to, now) else { return false };
-        token.consume(|buffer| {
-            let sent = node.poll_transmit(buffer, now);
-            (sent.map_or(0, |sent| sent.len_bytes), ())
-        });
+    loop {
+        let room = port.room().min(BATCH);
+        if room == 0 {
+            return false;
+        }
+        let mut batch: Vec<Outgoing, BATCH> = Vec::new();
+        while batch.len() < room {
+            let Some(out) = node.poll_outgoing(now) else { break };
+            // There is room: the batch is as long as what was asked for.
+            let _ = batch.push(out);
+        }
+        if batch.is_empty() {
+            return true;
+        }
+        let node = &*node;
+        port.transmit_gather(
+            batch.iter().map(|out| Gather { to: out.to, header: &out.header, payload: node.payload(out) }),
+            now,
+        );
     }
-    true
 }

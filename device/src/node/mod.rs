@@ -33,6 +33,7 @@ use crate::order::Stages;
 use crate::sets::MAX_SLOTS;
 use crate::slot::{Slot, State};
 use crate::trace::{Trace, TraceRing};
+use core::ops::Range;
 use core::time::Duration;
 use heapless::Deque;
 use sumac_hal::ctrl::{Counters, DropReason, TreeConfig};
@@ -42,7 +43,7 @@ use sumac_hal::port::Addr;
 use sumac_hal::reduce::Kernel;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Kind, NakReason, Packet, Repr, pack_op};
+use sumac_hal::wire::{HEADER_LEN, Kind, NakReason, Packet, Repr, pack_op};
 
 /// The most replies (Status, Nak, Probe) that wait to be sent.
 pub const MAX_REPLIES: usize = 64;
@@ -73,6 +74,17 @@ pub struct Transmit {
     pub to: Addr,
     /// How long it is.
     pub len_bytes: usize,
+}
+
+/// A packet to send whose payload is still where the node has it; see [`Node::poll_outgoing`].
+#[derive(Debug, Clone)]
+pub struct Outgoing {
+    /// To whom.
+    pub to: Addr,
+    /// The packet's header.
+    pub header: [u8; HEADER_LEN],
+    /// Where the payload lies in the node's slot memory.
+    payload: Range<usize>,
 }
 
 /// Something that the board may want to know.
@@ -223,10 +235,25 @@ impl<'m> Node<'m> {
     /// Call it after each `handle` and `handle_timeout` until it returns `None` (or the port is full: then go on
     /// later).
     pub fn poll_transmit(&mut self, buffer: &mut [u8], now: Instant) -> Option<Transmit> {
-        let sent = self.next_reply(buffer).or_else(|| self.next_in_turn(buffer, now))?;
+        let out = self.poll_outgoing(now)?;
+        let payload = self.payload(&out);
+        buffer[..HEADER_LEN].copy_from_slice(&out.header);
+        buffer[HEADER_LEN..][..payload.len()].copy_from_slice(payload);
+        Some(Transmit { to: out.to, len_bytes: HEADER_LEN + payload.len() })
+    }
+
+    /// Return the next packet without copying its payload, for ports that gather: [`Node::payload`] tells where it
+    /// is, and it stays there until the next `handle`, `handle_timeout` or `control`. The packet counts as sent.
+    pub fn poll_outgoing(&mut self, now: Instant) -> Option<Outgoing> {
+        let out = self.next_reply().or_else(|| self.next_in_turn(now))?;
         self.common.counters.packets_out += 1;
-        self.common.counters.bytes_out += sent.len_bytes as u64;
-        Some(sent)
+        self.common.counters.bytes_out += (HEADER_LEN + out.payload.len()) as u64;
+        Some(out)
+    }
+
+    /// Return the payload of a packet that [`Node::poll_outgoing`] has just returned.
+    pub fn payload(&self, out: &Outgoing) -> &[u8] {
+        &self.storage.bytes[out.payload.clone()]
     }
 
     /// Return when [`Node::handle_timeout`] is to be called next, if nothing arrives before.
@@ -312,10 +339,10 @@ impl Live<'_> {
         Stages { bytes, stride, len: elements as usize * kernel.accumulator().size_bytes() }
     }
 
-    /// Return the start of slot `index`'s buffers: where its value lies.
-    fn value(&self, index: usize) -> &[u8] {
-        let slot_len = usize::from(self.group.config.chunk_len_bytes) * self.group.stages;
-        &self.bytes[index * slot_len..][..usize::from(self.slots[index].value_len)]
+    /// Return where the value of slot `index` lies in the group's bytes: at the start of its buffers.
+    fn value(&self, index: usize) -> Range<usize> {
+        let start = index * usize::from(self.group.config.chunk_len_bytes) * self.group.stages;
+        start..start + usize::from(self.slots[index].value_len)
     }
 
     /// The group can't go on from `failure.from`: tell every child that waits for this or a later chunk. Who

@@ -2,7 +2,7 @@
 //! groups in turn, by bytes (deficit round robin, Shreedhar and Varghese 1995), each its contributions up before
 //! its answers down, lowest chunk first.
 
-use super::{Live, Node, Transmit};
+use super::{Live, Node, Outgoing};
 use crate::group::Parent;
 use crate::slot::State;
 use sumac_hal::port::Addr;
@@ -13,22 +13,22 @@ use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, Repr, pack_op, payload_cr
 const QUANTUM_BYTES: usize = 64 * 1024;
 
 impl Node<'_> {
-    /// Write the oldest reply.
-    pub(super) fn next_reply(&mut self, buffer: &mut [u8]) -> Option<Transmit> {
+    /// Return the oldest reply.
+    pub(super) fn next_reply(&mut self) -> Option<Outgoing> {
         let reply = self.common.replies.pop_front()?;
-        let mut packet = Packet::new_unchecked(&mut buffer[..HEADER_LEN]);
-        reply.repr.emit(&mut packet, 0);
-        Some(Transmit { to: reply.to, len_bytes: HEADER_LEN })
+        Some(bare(reply.to, &reply.repr))
     }
 
-    /// Write the next packet of the group whose turn it is.
-    pub(super) fn next_in_turn(&mut self, buffer: &mut [u8], now: Instant) -> Option<Transmit> {
+    /// Return the next packet of the group whose turn it is.
+    pub(super) fn next_in_turn(&mut self, now: Instant) -> Option<Outgoing> {
         let turn = self.take_turn()?;
-        let sent = self.live(turn)?.transmit(buffer, now)?;
+        let mut out = self.live(turn)?.transmit(now)?;
         if let Some(group) = &mut self.storage.groups[turn] {
-            group.deficit = group.deficit.saturating_sub(sent.len_bytes);
+            group.deficit = group.deficit.saturating_sub(HEADER_LEN + out.payload.len());
+            // From the group's bytes to the node's.
+            out.payload = group.bytes.start + out.payload.start..group.bytes.start + out.payload.end;
         }
-        Some(sent)
+        Some(out)
     }
 
     /// Return the group whose turn it is to send, `None` if no group has anything to send.
@@ -65,12 +65,12 @@ impl Live<'_> {
         self.children[self.slots[index].pending.first()?].addr
     }
 
-    /// Write this group's next packet.
-    fn transmit(&mut self, buffer: &mut [u8], now: Instant) -> Option<Transmit> {
+    /// Return this group's next packet; its payload is a range of the group's bytes.
+    fn transmit(&mut self, now: Instant) -> Option<Outgoing> {
         let oldest = self.oldest();
         if let Some(index) = self.group.up.first_from(oldest) {
             self.group.up.remove(index);
-            return self.transmit_up(index, buffer, now);
+            return self.transmit_up(index, now);
         }
         let index = self.group.down.first_from(oldest)?;
         let slot = &mut self.slots[index];
@@ -79,10 +79,10 @@ impl Live<'_> {
         if slot.pending.is_empty() {
             self.group.down.remove(index);
         }
-        self.transmit_down(index, child, buffer)
+        self.transmit_down(index, child)
     }
 
-    fn transmit_up(&mut self, index: usize, buffer: &mut [u8], now: Instant) -> Option<Transmit> {
+    fn transmit_up(&mut self, index: usize, now: Instant) -> Option<Outgoing> {
         let slot = self.slots[index];
         let seq = self.shard().global(slot.local);
         let mut repr = self.up_header(Kind::Empty, seq, self.group.token);
@@ -107,10 +107,10 @@ impl Live<'_> {
         let Some(Parent { addr, hop, .. }) = &mut self.group.parent else { return None };
         hop.on_sent(slot.local, now);
         let to = *addr;
-        Some(Transmit { to, len_bytes: self.emit(repr, index, buffer) })
+        Some(self.with_value(to, repr, index))
     }
 
-    fn transmit_down(&mut self, index: usize, child: usize, buffer: &mut [u8]) -> Option<Transmit> {
+    fn transmit_down(&mut self, index: usize, child: usize) -> Option<Outgoing> {
         let slot = &self.slots[index];
         let to = self.children[child].addr?;
         let seq = self.shard().global(slot.local);
@@ -119,8 +119,7 @@ impl Live<'_> {
             let failure = self.group.failed?;
             let nak = self.failure_nak(&failure, child, seq, token);
             self.common.counters.naks += 1;
-            nak.emit(&mut Packet::new_unchecked(&mut buffer[..HEADER_LEN]), 0);
-            return Some(Transmit { to, len_bytes: HEADER_LEN });
+            return Some(bare(to, &nak));
         }
         let with_result = slot.value_len > 0 && slot.want.contains(child);
         let kind = if with_result { Kind::Result } else { Kind::Done };
@@ -134,25 +133,29 @@ impl Live<'_> {
             bits2: pack_op(&slot.op),
             ..self.down_header(kind, child, seq, token)
         };
-        Some(Transmit { to, len_bytes: self.emit(repr, index, buffer) })
+        Some(self.with_value(to, repr, index))
     }
 
-    /// Write a header and, for Data and Result, the value of slot `index`; return the packet's length.
-    fn emit(&mut self, mut repr: Repr, index: usize, buffer: &mut [u8]) -> usize {
-        let with_value = matches!(repr.kind, Kind::Data | Kind::Result);
-        let crc = if with_value {
-            let crc = self.slots[index].value_crc.unwrap_or_else(|| payload_crc(self.value(index)));
-            self.slots[index].value_crc = Some(crc);
-            repr.payload_len_bytes = self.slots[index].value_len;
-            crc
-        } else {
-            0
-        };
-        let mut packet = Packet::new_unchecked(&mut buffer[..repr.packet_len()]);
-        if with_value {
-            packet.payload_mut().copy_from_slice(self.value(index));
+    /// Return a packet with the value of slot `index` if it is Data or Result.
+    fn with_value(&mut self, to: Addr, mut repr: Repr, index: usize) -> Outgoing {
+        if !matches!(repr.kind, Kind::Data | Kind::Result) {
+            return bare(to, &repr);
         }
-        repr.emit(&mut packet, crc);
-        repr.packet_len()
+        let payload = self.value(index);
+        let crc = self.slots[index].value_crc.unwrap_or_else(|| payload_crc(&self.bytes[payload.clone()]));
+        self.slots[index].value_crc = Some(crc);
+        repr.payload_len_bytes = self.slots[index].value_len;
+        Outgoing { payload, ..sealed(to, &repr, crc) }
     }
+}
+
+/// Return a packet that is all header.
+fn bare(to: Addr, repr: &Repr) -> Outgoing {
+    sealed(to, repr, 0)
+}
+
+fn sealed(to: Addr, repr: &Repr, payload_crc: u32) -> Outgoing {
+    let mut header = [0; HEADER_LEN];
+    repr.emit(&mut Packet::new_unchecked(&mut header[..]), payload_crc);
+    Outgoing { to, header, payload: 0..0 }
 }

@@ -165,6 +165,10 @@ impl Port for EmuPort {
         if self.queue.len() >= self.config.queue_packets { None } else { Some(EmuTx { port: self, to }) }
     }
 
+    fn room(&self) -> usize {
+        self.config.queue_packets.saturating_sub(self.queue.len())
+    }
+
     fn flush(&mut self, now: Instant) {
         let mut shared = self.net.shared.borrow_mut();
         for (to, bytes) in self.queue.drain(..) {

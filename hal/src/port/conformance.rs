@@ -140,6 +140,7 @@ pub fn run<B: Testbed>(bed: &mut B) -> Result<(), Violation> {
     checks::mixed_lengths_stay_apart(bed)?;
     checks::a_full_queue_recovers(bed)?;
     checks::long_bursts_arrive(bed)?;
+    checks::gathered_packets_arrive(bed)?;
     checks::many_peers(bed)?;
     checks::capabilities_hold(bed)?;
     checks::an_unreachable_peer_harms_nobody(bed)

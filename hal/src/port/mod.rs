@@ -59,6 +59,17 @@ impl Capabilities {
     }
 }
 
+/// A packet to send whose header and payload lie apart.
+#[derive(Debug, Clone, Copy)]
+pub struct Gather<'a> {
+    /// To whom.
+    pub to: Addr,
+    /// The first bytes of the packet.
+    pub header: &'a [u8],
+    /// The rest; may be empty.
+    pub payload: &'a [u8],
+}
+
 /// A packet that has arrived.
 pub trait RxToken {
     /// Hand the packet and its sender's address to `f`.
@@ -97,6 +108,23 @@ pub trait Port {
 
     /// Reserve room for one packet to `to`; `None` if the queue is full.
     fn transmit(&mut self, to: Addr, now: Instant) -> Option<Self::Tx<'_>>;
+
+    /// Return how many packets [`Port::transmit`] would take now, whatever their length.
+    fn room(&self) -> usize;
+
+    /// Send packets whose headers and payloads lie apart, and flush: what a port that can gather does without
+    /// copying payloads. Those beyond [`Port::room`] are lost.
+    fn transmit_gather<'a>(&mut self, packets: impl Iterator<Item = Gather<'a>>, now: Instant) {
+        for Gather { to, header, payload } in packets {
+            let Some(token) = self.transmit(to, now) else { break };
+            token.consume(|buffer| {
+                buffer[..header.len()].copy_from_slice(header);
+                buffer[header.len()..][..payload.len()].copy_from_slice(payload);
+                (header.len() + payload.len(), ())
+            });
+        }
+        self.flush(now);
+    }
 
     /// Put everything queued on the wire. Packets to a peer that cannot be reached are lost, as on a wire.
     fn flush(&mut self, now: Instant);

@@ -22,7 +22,7 @@ mod wait;
 pub use config::{MAX_DATAGRAM_LEN_BYTES, Offload, UdpConfig, UdpError, UdpStats};
 pub use wait::Waker;
 
-use crate::port::{Addr, Capabilities, Port, RxToken, TxToken, WaitPort, Wake};
+use crate::port::{Addr, Capabilities, Gather, Port, RxToken, TxToken, WaitPort, Wake};
 use crate::time::Instant;
 use rustix::net::sockopt;
 use rx::RxQueue;
@@ -39,7 +39,10 @@ const TX_PACKETS: usize = 256;
 const TX_ARENA_BYTES: usize = 512 << 10;
 
 /// The fewest packets that the arena has room for, however long they are.
-const TX_MIN_PACKETS: usize = 8;
+const TX_MIN_PACKETS: usize = 32;
+
+/// The most packets of one gathered send.
+const MAX_LENT: usize = 64;
 
 /// A kernel buffer of `n` bytes surely holds `n * 2 / 5` bytes of packets of 1 KiB and more: it counts allocated
 /// memory (`truesize`), which is rounded up to powers of two and has some 600 bytes of its own per packet.
@@ -107,6 +110,14 @@ impl UdpPort {
     /// Return a handle that wakes this port's waiting thread from any other.
     pub fn waker(&self) -> Waker {
         self.waker.clone()
+    }
+
+    /// Return the address if this socket can send there.
+    fn reachable(&self, to: Addr) -> Option<SocketAddr> {
+        match to {
+            Addr::Udp(to) if to.is_ipv4() == self.local_addr.is_ipv4() && to.port() != 0 => Some(to),
+            _ => None,
+        }
     }
 
     /// Return the socket, for a loop that waits on several things. Take packets until there are none before waiting
@@ -191,11 +202,31 @@ impl Port for UdpPort {
 
     fn transmit(&mut self, to: Addr, _now: Instant) -> Option<UdpTx<'_>> {
         self.tx.reserve()?;
-        let to = match to {
-            Addr::Udp(to) if to.is_ipv4() == self.local_addr.is_ipv4() && to.port() != 0 => Some(to),
-            _ => None,
-        };
+        let to = self.reachable(to);
         Some(UdpTx { tx: &mut self.tx, to, stats: &mut self.stats })
+    }
+
+    fn room(&self) -> usize {
+        self.tx.room().min(MAX_LENT)
+    }
+
+    fn transmit_gather<'a>(&mut self, packets: impl Iterator<Item = Gather<'a>>, _now: Instant) {
+        // Room is for packets in the arena, where those go that the kernel does not take at once.
+        let mut room = self.tx.room().min(MAX_LENT);
+        let mut lent: heapless::Vec<&'a [u8], MAX_LENT> = heapless::Vec::new();
+        for Gather { to, header, payload } in packets {
+            let Some(to) = self.reachable(to).filter(|_| room > 0) else {
+                self.stats.send_dropped_packets += 1;
+                continue;
+            };
+            room -= 1;
+            // As many payloads as room, and room for as many.
+            let index = lent.len();
+            if lent.push(payload).is_ok() {
+                self.tx.lend(to, header, index, payload.len());
+            }
+        }
+        self.tx.flush_lent(self.socket.as_fd(), &lent, &mut self.stats);
     }
 
     fn flush(&mut self, _now: Instant) {

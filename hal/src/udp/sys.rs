@@ -8,7 +8,6 @@
 use rustix::io::Errno;
 use std::mem::{self, MaybeUninit};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
-use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr;
 
@@ -115,8 +114,27 @@ pub(super) struct SendBatch {
     controls: Scratch<Control>,
 }
 
+/// A piece of a packet to send.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Part {
+    /// Start and length in the arena.
+    Arena(usize, usize),
+    /// One of the lent slices, by index.
+    Lent(usize),
+}
+
+impl Part {
+    /// Return its length in bytes.
+    pub(super) fn len(self, lent: &[&[u8]]) -> usize {
+        match self {
+            Self::Arena(_, len) => len,
+            Self::Lent(index) => lent[index].len(),
+        }
+    }
+}
+
 impl SendBatch {
-    /// Make room for `messages` messages of `parts` packets in all.
+    /// Make room for `messages` messages of `parts` pieces in all.
     pub(super) fn new(messages: usize, parts: usize) -> Self {
         Self {
             headers: Scratch(Vec::with_capacity(messages)),
@@ -125,7 +143,7 @@ impl SendBatch {
         }
     }
 
-    /// Send `messages`, whose packets are `parts` of `arena`, without blocking.
+    /// Send `messages`, whose packets are `parts` of `arena` and of the slices `lent`, without blocking.
     ///
     /// # Returns
     /// How many messages the kernel took, from the first on.
@@ -139,12 +157,16 @@ impl SendBatch {
         &mut self,
         fd: BorrowedFd<'_>,
         arena: &[u8],
+        lent: &[&[u8]],
         messages: &[Message],
-        parts: &[Range<usize>],
+        parts: &[Part],
     ) -> Result<usize, Errno> {
         self.iovecs.0.clear();
         self.iovecs.0.extend(parts.iter().map(|part| {
-            let bytes = &arena[part.clone()];
+            let bytes = match *part {
+                Part::Arena(start, len) => &arena[start..][..len],
+                Part::Lent(index) => lent[index],
+            };
             libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() }
         }));
         self.controls.0.clear();
@@ -163,7 +185,7 @@ impl SendBatch {
             self.headers.0.push(header);
         }
         let count = self.headers.0.len() as libc::c_uint;
-        // SAFETY: every pointer in the headers was made above from `arena`, `messages` and this batch's own storage,
+        // SAFETY: every pointer in the headers was made above from `arena`, `lent`, `messages` and own storage,
         // which are borrowed until the call returns and were not moved or resized since; `sendmmsg` writes only to
         // the headers (`msg_len`).
         let sent =
@@ -355,15 +377,16 @@ mod tests {
         let socket = || UdpSocket::bind("127.0.0.1:0").unwrap();
         let (a, b, c) = (socket(), socket(), socket());
         let arena: Vec<u8> = (0..=99).collect();
-        let parts = [0..40, 40..80, 80..90, 90..100];
+        let lent = [5; 10];
+        let parts = [Part::Arena(0, 40), Part::Arena(40, 40), Part::Arena(80, 10), Part::Arena(90, 10), Part::Lent(0)];
         let to = |socket: &UdpSocket| SockName::from(socket.local_addr().unwrap());
         let gso = has_gso(a.as_fd());
         let messages = [
             Message { to: to(&b), parts: (0, if gso { 3 } else { 1 }), segment_len_bytes: if gso { 40 } else { 0 } },
-            Message { to: to(&c), parts: (3, 4), segment_len_bytes: 0 },
+            Message { to: to(&c), parts: (3, 5), segment_len_bytes: 0 },
         ];
-        let mut batch = SendBatch::new(2, 4);
-        assert_eq!(batch.send(a.as_fd(), &arena, &messages, &parts), Ok(2));
+        let mut batch = SendBatch::new(2, 5);
+        assert_eq!(batch.send(a.as_fd(), &arena, &[&lent], &messages, &parts), Ok(2));
         let mut recv = RecvBatch::new(4, 64);
         let n = recv.recv(b.as_fd()).unwrap();
         let lens: Vec<usize> = (0..n).map(|i| recv.arrived(i).len_bytes).collect();
@@ -371,7 +394,7 @@ mod tests {
         assert_eq!(recv.arrived(0).from, Some(a.local_addr().unwrap()));
         assert_eq!(recv.buffer(0)[..40], arena[..40]);
         assert_eq!(recv.recv(c.as_fd()), Ok(1));
-        assert_eq!(recv.buffer(0)[..10], arena[90..]);
+        assert_eq!((&recv.buffer(0)[..10], &recv.buffer(0)[10..20]), (&arena[90..], &lent[..]));
         assert_eq!(recv.recv(c.as_fd()), Err(Errno::AGAIN));
         a.send_to(&[7; 65], c.local_addr().unwrap()).unwrap();
         assert_eq!(recv.recv(c.as_fd()), Ok(1));

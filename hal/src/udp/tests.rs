@@ -113,6 +113,10 @@ impl Port for Deaf {
         self.inner.transmit(to, now)
     }
 
+    fn room(&self) -> usize {
+        self.inner.room()
+    }
+
     fn flush(&mut self, now: Instant) {
         self.inner.flush(now);
     }

@@ -12,11 +12,10 @@
 
 use super::UdpStats;
 use super::config::MAX_DATAGRAM_LEN_BYTES;
-use super::sys::{Message, SendBatch, SockName};
+use super::sys::{Message, Part, SendBatch, SockName};
 use rustix::io::Errno;
 use std::mem;
 use std::net::SocketAddr;
-use std::ops::Range;
 use std::os::fd::BorrowedFd;
 
 /// The most segments that the kernel cuts one message into (`UDP_MAX_SEGMENTS` before Linux 6.9; 128 since).
@@ -31,12 +30,27 @@ const ALIGN_BYTES: usize = 64;
 /// No packet: the end of a chain.
 const NONE: u32 = u32::MAX;
 
-/// A queued packet.
+/// A queued packet: a head in the arena, and possibly a payload elsewhere.
 struct Entry {
+    /// Where the head begins in the arena.
     start: usize,
+    head_len_bytes: usize,
+    payload: Payload,
+    /// Of head and payload.
     len_bytes: usize,
     /// The next packet of the same bin.
     next: u32,
+}
+
+/// Where a packet's payload lies.
+#[derive(Clone, Copy)]
+enum Payload {
+    /// Behind the head, as part of it.
+    Joined,
+    /// In the slices lent for the flush that is going on, by index.
+    Lent(usize),
+    /// In the arena, where the flush has put it because the kernel did not take it.
+    Kept(usize),
 }
 
 /// The packets to one destination.
@@ -71,7 +85,7 @@ pub(super) struct TxQueue {
     doubt_gso: bool,
     batch: SendBatch,
     messages: Vec<Message>,
-    parts: Vec<Range<usize>>,
+    parts: Vec<Part>,
     planned: Vec<Planned>,
 }
 
@@ -89,9 +103,9 @@ impl TxQueue {
             table: vec![0; (2 * packets).next_power_of_two()].into_boxed_slice(),
             gso,
             doubt_gso: false,
-            batch: SendBatch::new(MAX_MESSAGES, packets),
+            batch: SendBatch::new(MAX_MESSAGES, 2 * packets),
             messages: Vec::with_capacity(MAX_MESSAGES),
-            parts: Vec::with_capacity(packets),
+            parts: Vec::with_capacity(2 * packets),
             planned: Vec::with_capacity(MAX_MESSAGES),
         }
     }
@@ -117,9 +131,29 @@ impl TxQueue {
     /// Queue the first `len_bytes` of the buffer that `reserve` returned.
     pub(super) fn commit(&mut self, to: SocketAddr, len_bytes: usize) {
         assert!(len_bytes <= self.max_packet_len_bytes, "packet of {len_bytes} bytes in a smaller buffer");
+        self.push(to, len_bytes, Payload::Joined, len_bytes);
+    }
+
+    /// Return how many packets of any length there is room for.
+    pub(super) fn room(&self) -> usize {
+        let arena = (self.arena.len() - self.used_bytes) / self.max_packet_len_bytes.next_multiple_of(ALIGN_BYTES);
+        arena.min(self.entries.capacity() - self.entries.len())
+    }
+
+    /// Queue a packet of `header` and the payload that [`TxQueue::flush_lent`] gets as number `index`. The caller
+    /// has seen that there is room, and flushes before anything else.
+    pub(super) fn lend(&mut self, to: SocketAddr, header: &[u8], index: usize, payload_len_bytes: usize) {
+        let len_bytes = header.len() + payload_len_bytes;
+        assert!(len_bytes <= self.max_packet_len_bytes, "packet of {len_bytes} bytes is over the port's limit");
+        self.arena[self.used_bytes..][..header.len()].copy_from_slice(header);
+        let payload = if payload_len_bytes > 0 { Payload::Lent(index) } else { Payload::Joined };
+        self.push(to, header.len(), payload, len_bytes);
+    }
+
+    fn push(&mut self, to: SocketAddr, head_len_bytes: usize, payload: Payload, len_bytes: usize) {
         let index = self.entries.len() as u32;
-        self.entries.push(Entry { start: self.used_bytes, len_bytes, next: NONE });
-        self.used_bytes += len_bytes.next_multiple_of(ALIGN_BYTES);
+        self.entries.push(Entry { start: self.used_bytes, head_len_bytes, payload, len_bytes, next: NONE });
+        self.used_bytes += head_len_bytes.next_multiple_of(ALIGN_BYTES);
         let bin = self.bin_of(to);
         let bin = &mut self.bins[bin];
         if bin.head == NONE {
@@ -132,6 +166,32 @@ impl TxQueue {
 
     /// Send what the kernel takes; keep the rest in order.
     pub(super) fn flush(&mut self, fd: BorrowedFd<'_>, stats: &mut UdpStats) {
+        self.flush_lent(fd, &[], stats);
+    }
+
+    /// The same, with the payloads lent since the last flush. What the kernel does not take is copied, so that
+    /// nothing refers to them afterwards.
+    pub(super) fn flush_lent(&mut self, fd: BorrowedFd<'_>, lent: &[&[u8]], stats: &mut UdpStats) {
+        self.send(fd, lent, stats);
+        if !self.is_empty() {
+            self.keep(lent);
+        }
+    }
+
+    /// Copy the payloads lent, as the packets stay.
+    fn keep(&mut self, lent: &[&[u8]]) {
+        for entry in &mut self.entries {
+            let Payload::Lent(index) = entry.payload else { continue };
+            // Of those that have left nothing is read any more; copying them too keeps this loop plain, and the
+            // room for all of them was there.
+            let payload = lent[index];
+            self.arena[self.used_bytes..][..payload.len()].copy_from_slice(payload);
+            entry.payload = Payload::Kept(self.used_bytes);
+            self.used_bytes += payload.len().next_multiple_of(ALIGN_BYTES);
+        }
+    }
+
+    fn send(&mut self, fd: BorrowedFd<'_>, lent: &[&[u8]], stats: &mut UdpStats) {
         while !self.is_empty() {
             self.plan();
             if self.messages.is_empty() {
@@ -139,7 +199,7 @@ impl TxQueue {
                 return;
             }
             stats.send_calls += 1;
-            match self.batch.send(fd, &self.arena, &self.messages, &self.parts) {
+            match self.batch.send(fd, &self.arena, lent, &self.messages, &self.parts) {
                 Ok(taken) => {
                     // What it refused as a run it takes packet by packet: a route or interface that can't segment.
                     self.gso &= !mem::take(&mut self.doubt_gso);
@@ -148,7 +208,7 @@ impl TxQueue {
                         stats.sent_packets += planned.packets as u64;
                     }
                     let parts = self.messages[..taken].last().map_or(0, |message| message.parts.1);
-                    stats.sent_bytes += self.parts[..parts].iter().map(|part| part.len() as u64).sum::<u64>();
+                    stats.sent_bytes += self.parts[..parts].iter().map(|part| part.len(lent) as u64).sum::<u64>();
                 }
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN | Errno::NOBUFS) => {
@@ -186,8 +246,9 @@ impl TxQueue {
                 }
                 let first_part = self.parts.len();
                 let segment_len = self.entries[head as usize].len_bytes;
-                head = take_run(&self.entries, head, self.gso && !self.doubt_gso, &mut self.parts);
-                let packets = self.parts.len() - first_part;
+                let gso = self.gso && !self.doubt_gso;
+                let packets;
+                (head, packets) = take_run(&self.entries, head, gso, &mut self.parts);
                 // At most MAX_DATAGRAM_LEN_BYTES, so it fits.
                 let segment_len_bytes = if packets > 1 { segment_len as u16 } else { 0 };
                 self.messages.push(Message { to, parts: (first_part, self.parts.len()), segment_len_bytes });
@@ -235,9 +296,9 @@ fn hash(to: SocketAddr) -> usize {
     (mixed >> 40) as usize
 }
 
-/// Append the run that starts at `head` to `parts`, and return the packet after it: equal lengths, the last may be
+/// Append the run that starts at `head` to `parts`, and return the packet after it and its length in packets: equal lengths, the last may be
 /// shorter, within what one message may hold.
-fn take_run(entries: &[Entry], mut head: u32, gso: bool, parts: &mut Vec<Range<usize>>) -> u32 {
+fn take_run(entries: &[Entry], mut head: u32, gso: bool, parts: &mut Vec<Part>) -> (u32, usize) {
     let segment_len = entries[head as usize].len_bytes;
     let limit = if gso { MAX_SEGMENTS } else { 1 };
     let (mut packets, mut total) = (0, 0);
@@ -246,7 +307,12 @@ fn take_run(entries: &[Entry], mut head: u32, gso: bool, parts: &mut Vec<Range<u
         if entry.len_bytes > segment_len || total + entry.len_bytes > MAX_DATAGRAM_LEN_BYTES {
             break;
         }
-        parts.push(entry.start..entry.start + entry.len_bytes);
+        parts.push(Part::Arena(entry.start, entry.head_len_bytes));
+        match entry.payload {
+            Payload::Joined => {}
+            Payload::Lent(index) => parts.push(Part::Lent(index)),
+            Payload::Kept(start) => parts.push(Part::Arena(start, entry.len_bytes - entry.head_len_bytes)),
+        }
         packets += 1;
         total += entry.len_bytes;
         head = entry.next;
@@ -254,7 +320,7 @@ fn take_run(entries: &[Entry], mut head: u32, gso: bool, parts: &mut Vec<Range<u
             break;
         }
     }
-    head
+    (head, packets)
 }
 
 #[cfg(test)]
@@ -300,6 +366,24 @@ mod tests {
     }
 
     #[test]
+    fn a_payload_that_stays_is_copied() {
+        let to = SocketAddr::from(([127, 0, 0, 1], 9));
+        let mut tx = TxQueue::new(8, 1 << 12, 200, true);
+        let room = tx.room();
+        let payload = [3; 150];
+        tx.lend(to, &[1; 10], 0, payload.len());
+        tx.lend(to, &[2; 20], 1, 0);
+        tx.keep(&[&payload, &[]]);
+        assert!(tx.room() < room, "copies take room");
+        tx.plan();
+        let bytes = |part: &Part| match *part {
+            Part::Arena(start, len) => &tx.arena[start..][..len],
+            Part::Lent(_) => panic!("a payload is still lent"),
+        };
+        assert_eq!(tx.parts.iter().map(bytes).collect::<Vec<_>>(), [&[1; 10][..], &payload, &[2; 20]]);
+    }
+
+    #[test]
     fn a_full_queue_offers_no_room() {
         let mut tx = TxQueue::new(4, 1 << 20, 100, true);
         for _ in 0..4 {
@@ -325,7 +409,10 @@ mod tests {
                     let (from, to) = tx.messages[i].parts;
                     let bin = tx.planned[i].bin;
                     let port = tx.bins[bin].to.port();
-                    seen[usize::from(port)].extend(tx.parts[from..to].iter().map(|part| part.start));
+                    seen[usize::from(port)].extend(tx.parts[from..to].iter().map(|part| match part {
+                            Part::Arena(start, _) => *start,
+                            Part::Lent(_) => panic!("nothing is lent here"),
+                        }));
                     tx.bins[bin].head = tx.planned[i].rest;
                 }
             }

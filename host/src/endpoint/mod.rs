@@ -115,6 +115,25 @@ pub struct Transmit {
     pub len_bytes: usize,
 }
 
+/// A packet to send whose payload is still in the caller's buffer.
+#[derive(Debug, Clone)]
+pub struct Outgoing<'b> {
+    /// To whom.
+    pub to: Addr,
+    /// The packet's header.
+    pub header: [u8; HEADER_LEN],
+    /// The rest.
+    pub payload: &'b [u8],
+}
+
+impl<'b> Outgoing<'b> {
+    fn new(to: Addr, repr: &Repr, payload: &'b [u8]) -> Self {
+        let mut header = [0; HEADER_LEN];
+        repr.emit(&mut Packet::new_unchecked(&mut header[..]), payload_crc(payload));
+        Self { to, header, payload }
+    }
+}
+
 /// What an endpoint counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct EndpointStats {
@@ -200,10 +219,19 @@ impl Endpoint {
     ///
     /// Call it after `post`, `handle` and `handle_timeout` until it returns `None`.
     pub fn poll_transmit(&mut self, buffers: &impl Buffers, buffer: &mut [u8], now: Instant) -> Option<Transmit> {
-        let sent = self.next_packet(buffers, buffer, now)?;
+        let Outgoing { to, header, payload } = self.poll_outgoing(buffers, now)?;
+        buffer[..HEADER_LEN].copy_from_slice(&header);
+        buffer[HEADER_LEN..][..payload.len()].copy_from_slice(payload);
+        Some(Transmit { to, len_bytes: HEADER_LEN + payload.len() })
+    }
+
+    /// Return the next packet without copying its payload out of the caller's buffer, for ports that gather. The
+    /// packet counts as sent.
+    pub fn poll_outgoing<'b>(&mut self, buffers: &'b impl Buffers, now: Instant) -> Option<Outgoing<'b>> {
+        let out = self.next_packet(buffers, now)?;
         self.stats.packets_out += 1;
-        self.stats.bytes_out += sent.len_bytes as u64;
-        Some(sent)
+        self.stats.bytes_out += (HEADER_LEN + out.payload.len()) as u64;
+        Some(out)
     }
 
     /// Return where the next packet goes, if there is one, without sending it.
@@ -284,13 +312,12 @@ impl Endpoint {
         self.window.clamp(1, self.config.window_max)
     }
 
-    fn next_packet(&mut self, buffers: &impl Buffers, buffer: &mut [u8], now: Instant) -> Option<Transmit> {
+    fn next_packet<'b>(&mut self, buffers: &'b impl Buffers, now: Instant) -> Option<Outgoing<'b>> {
         if self.failed.is_some() {
             return None;
         }
         if let Some((to, repr)) = self.replies.pop_front() {
-            repr.emit(&mut Packet::new_unchecked(&mut buffer[..HEADER_LEN]), 0);
-            return Some(Transmit { to, len_bytes: HEADER_LEN });
+            return Some(Outgoing::new(to, &repr, &[]));
         }
         self.drop_answered();
         let seq = match self.again.pop_front() {
@@ -304,7 +331,7 @@ impl Endpoint {
                 seq
             }
         };
-        Some(self.contribute(seq, buffers, buffer, now))
+        Some(self.contribute(seq, buffers, now))
     }
 
     /// Forget what was to be sent again but has its answer by now, or will have none.
@@ -336,8 +363,8 @@ impl Endpoint {
         (self.next < limit).then_some(self.next)
     }
 
-    /// Write the contribution to `seq`.
-    fn contribute(&mut self, seq: u64, buffers: &impl Buffers, buffer: &mut [u8], now: Instant) -> Transmit {
+    /// Return the contribution to `seq`.
+    fn contribute<'b>(&mut self, seq: u64, buffers: &'b impl Buffers, now: Instant) -> Outgoing<'b> {
         let op = self.ops.of_seq(seq).expect("only posted seqs of unfinished operations are sent");
         let payload = op.chunk(seq).map_or(&[][..], |range| &buffers.input(op.id)[range]);
         let kind = if payload.is_empty() { Kind::Empty } else { Kind::Data };
@@ -349,13 +376,10 @@ impl Endpoint {
         repr.signature = op.signature;
         repr.flags.set(Flags::WANT, !payload.is_empty());
         repr.payload_len_bytes = payload.len() as u16;
-        let mut packet = Packet::new_unchecked(&mut buffer[..repr.packet_len()]);
-        packet.payload_mut().copy_from_slice(payload);
-        repr.emit(&mut packet, payload_crc(payload));
         let index = self.shard_of(seq);
         let local = self.shard(index).below(ChunkNo(seq));
         self.hops[index].on_sent(local, now);
-        Transmit { to: self.config.parents[index], len_bytes: repr.packet_len() }
+        Outgoing::new(self.config.parents[index], &repr, payload)
     }
 
     fn header(&self, kind: Kind, seq: ChunkNo, token: u32) -> Repr {

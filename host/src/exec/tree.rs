@@ -1,8 +1,8 @@
 //! Moves packets between an endpoint and its port.
 
-use crate::endpoint::{Buffers, Endpoint};
+use crate::endpoint::{Buffers, Endpoint, Outgoing};
 use std::time::{Duration, Instant as Clock};
-use sumac_hal::port::{Port, RxToken, TxToken, WaitPort};
+use sumac_hal::port::{Gather, Port, RxToken, WaitPort};
 use sumac_hal::time::Instant;
 
 /// An endpoint on a port, with a clock.
@@ -53,24 +53,34 @@ impl<P: Port> TreeDriver<P> {
         if self.endpoint.poll_timeout().is_some_and(|at| at <= now) {
             self.endpoint.handle_timeout(now);
         }
-        let blocked = !self.transmit(buffers, now);
+        // What the socket refused earlier goes first.
         self.port.flush(now);
+        let blocked = !self.transmit(buffers, now);
         if blocked || received == burst {
             return Some(Duration::ZERO);
         }
         self.endpoint.poll_timeout().map(|at| at - now)
     }
 
-    /// Send what the endpoint has; false if the port could not take all of it.
+    /// Send what the endpoint has, payloads from the caller's buffers; false if the port could not take all of it.
     fn transmit(&mut self, buffers: &impl Buffers, now: Instant) -> bool {
-        while let Some(to) = self.endpoint.poll_destination() {
-            let Some(token) = self.port.transmit(to, now) else { return false };
-            token.consume(|buffer| {
-                let sent = self.endpoint.poll_transmit(buffers, buffer, now);
-                (sent.map_or(0, |sent| sent.len_bytes), ())
-            });
+        loop {
+            let room = self.port.room().min(BATCH);
+            if room == 0 {
+                return false;
+            }
+            let mut batch: heapless::Vec<Outgoing<'_>, BATCH> = heapless::Vec::new();
+            while batch.len() < room {
+                let Some(out) = self.endpoint.poll_outgoing(buffers, now) else { break };
+                // There is room: the batch is as long as what was asked for.
+                let _ = batch.push(out);
+            }
+            if batch.is_empty() {
+                return true;
+            }
+            let packets = batch.iter().map(|out| Gather { to: out.to, header: &out.header, payload: out.payload });
+            self.port.transmit_gather(packets, now);
         }
-        true
     }
 }
 
@@ -80,3 +90,6 @@ impl<P: WaitPort> TreeDriver<P> {
         self.port.wait(timeout);
     }
 }
+
+/// Packets handed to the port at a time.
+const BATCH: usize = 32;

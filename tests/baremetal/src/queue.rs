@@ -80,6 +80,10 @@ impl Port for QueuePort {
         (!full).then_some(Room { queue: &mut self.sent, to })
     }
 
+    fn room(&self) -> usize {
+        self.sent.capacity() - self.sent.len()
+    }
+
     fn flush(&mut self, _now: Instant) {}
 }
 

@@ -1,7 +1,7 @@
 //! The rules of a [`Port`], one function each. Each makes ports of its own, so that none sees another's packets.
 
 use super::{Ledger, PATIENCE_PASSES, Testbed, Violation, content, pair, put};
-use crate::port::{Port, RxToken, TxToken};
+use crate::port::{Gather, Port, RxToken, TxToken};
 
 /// How many packets of one byte a bounded queue can at most be thought to hold.
 const ENDLESS_PACKETS: usize = 1 << 20;
@@ -180,6 +180,44 @@ pub(super) fn long_bursts_arrive<B: Testbed>(bed: &mut B) -> Result<(), Violatio
         }
     }
     a.flush(bed.now());
+    ledger.settle(bed, &mut b)
+}
+
+/// Packets gathered from headers and payloads arrive as wholes, `room` of them at a time, mixed with queued ones and
+/// whatever becomes of the payloads afterwards.
+pub(super) fn gathered_packets_arrive<B: Testbed>(bed: &mut B) -> Result<(), Violation> {
+    let mut ledger = Ledger::new("gathered packets");
+    let (mut a, mut b) = pair(bed);
+    let to = b.local_addr();
+    let max = a.capabilities().max_packet_len_bytes;
+    let lengths = [max, 1, max / 2, 7, 97, 1400, 1400, 1400, max / 3];
+    for round in 0..40_usize {
+        ledger.send(bed, &mut a, to, &content(round as u64, 33))?;
+        let mut room = a.room();
+        for _ in 0..PATIENCE_PASSES {
+            if room > 0 {
+                break;
+            }
+            a.flush(bed.now());
+            bed.pass();
+            room = a.room();
+        }
+        if room == 0 {
+            return Err(Violation::StuckFull { check: ledger.check, flushes: PATIENCE_PASSES });
+        }
+        let lengths = (0..room.min(32)).map(|i| lengths[(round + i) % lengths.len()].clamp(1, max));
+        let mut packets: Vec<Vec<u8>> =
+            lengths.enumerate().map(|(i, len)| content((round * 100 + i) as u64, len)).collect();
+        packets.iter().for_each(|packet| ledger.expect(to, packet));
+        let gathered = packets.iter().enumerate().map(|(i, packet)| {
+            let (header, payload) = packet.split_at(packet.len().min(i % 3 * 48));
+            Gather { to, header, payload }
+        });
+        a.transmit_gather(gathered, bed.now());
+        // The sender goes on using its buffers at once.
+        packets.iter_mut().for_each(|packet| packet.fill(0xdd));
+        ledger.settle_soon(bed, &mut b)?;
+    }
     ledger.settle(bed, &mut b)
 }
 

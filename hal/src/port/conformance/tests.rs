@@ -198,6 +198,10 @@ impl Port for Broken {
         (!refuse).then(|| BrokenTx { port: self, to, consumed: false })
     }
 
+    fn room(&self) -> usize {
+        64_usize.saturating_sub(self.held.len())
+    }
+
     fn flush(&mut self, now: Instant) {
         let lingering = if self.fault == Fault::Linger { self.held.pop() } else { None };
         for (to, bytes) in self.held.drain(..) {
