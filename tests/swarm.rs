@@ -35,27 +35,74 @@ fn swarm(kind: ScenarioKind, seeds: u64, marks: &[&str]) {
     assert!(one.is_some() || missed.is_empty(), "never happened: {missed:?}");
 }
 
+/// What every kind of cluster with lossy links runs into.
+const LOSSY: [&str; 13] = [
+    "answers resent",
+    "contributions resent",
+    "naks",
+    "probes in",
+    "probes out",
+    "window cuts",
+    "drop: malformed",
+    "drop: stale",
+    "drop: duplicate",
+    "drop: unexpected",
+    "rank retransmits",
+    "rank probes",
+    "rank drops",
+];
+
 #[test]
 fn calm() {
-    swarm(ScenarioKind::Calm, 300, &[]);
+    swarm(ScenarioKind::Calm, 300, &[&LOSSY[..], &["incast drops", "ends: complete"]].concat());
 }
 
 #[test]
 fn mismatch() {
-    swarm(ScenarioKind::Mismatch, 200, &[]);
+    swarm(ScenarioKind::Mismatch, 150, &[&LOSSY[..], &["ends: complete", "ends: mismatch"]].concat());
 }
 
 #[test]
 fn death() {
-    swarm(ScenarioKind::Death, 150, &[]);
+    let ends = ["drop: unknown-group", "ends: complete", "ends: path lost", "ends: group lost"];
+    swarm(ScenarioKind::Death, 100, &[&LOSSY[..], &ends].concat());
 }
 
 #[test]
 fn restart() {
-    swarm(ScenarioKind::Restart, 150, &[]);
+    let ends = ["drop: unknown-group", "drop: wrong-epoch", "ends: complete", "ends: path lost", "ends: group lost"];
+    swarm(ScenarioKind::Restart, 100, &[&LOSSY[..], &ends].concat());
+}
+
+/// Of all reasons to drop, two are left to the node's own tests: `slot-busy`, which policing keeps from happening as
+/// long as slots are twice the window, and `queue-full`, which takes more packets between two sends than a burst.
+#[test]
+fn hostile() {
+    let refused = [
+        "drop: bad-kind",
+        "drop: wrong-epoch",
+        "drop: bad-child",
+        "drop: bad-key",
+        "drop: bad-source",
+        "drop: bad-shard",
+        "drop: bad-mark",
+        "drop: bad-shape",
+        "drop: over-window",
+        "attacks",
+        "ends: complete",
+    ];
+    swarm(ScenarioKind::Hostile, 100, &[&LOSSY[..], &refused].concat());
 }
 
 #[test]
-fn hostile() {
-    swarm(ScenarioKind::Hostile, 150, &[]);
+fn same_seed_same_log() {
+    let kinds =
+        [ScenarioKind::Calm, ScenarioKind::Mismatch, ScenarioKind::Death, ScenarioKind::Restart, ScenarioKind::Hostile];
+    for kind in kinds {
+        let report = |seed| run(&Options::draw(seed, kind)).unwrap_or_else(|violation| panic!("{seed}: {violation}"));
+        let reports: Vec<Report> = (0..6).map(report).collect();
+        let again: Vec<Report> = (0..6).map(report).collect();
+        assert_eq!(reports, again, "{kind:?}");
+        assert!(reports.windows(2).all(|pair| pair[0].log_hash != pair[1].log_hash), "{kind:?}");
+    }
 }

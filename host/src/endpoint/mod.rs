@@ -15,6 +15,8 @@
 
 mod ops;
 mod receive;
+#[cfg(test)]
+mod tests;
 
 pub use ops::{Buffers, OpId};
 
