@@ -292,10 +292,6 @@ impl Live<'_> {
             let index = self.slot_index(local);
             if self.is_in(child, local) {
                 bits |= 1 << i;
-            } else if self.group.window.cut(local, from.saturating_add(u64::from(count))) {
-                // The probe came behind what it asks about: what is not in by now is lost, and nobody else would
-                // notice if it was the last of a burst.
-                self.common.counters.window_cuts += 1;
             }
             if self.slots[index].holds(local) && self.slots[index].state == State::Answered {
                 complete |= 1 << i;
@@ -304,9 +300,22 @@ impl Live<'_> {
                 }
             }
         }
+        self.note_overflow(from, count, bits);
         let status = self.down_header(Kind::Status, child, repr.seq, repr.token);
         self.common.reply(to, Repr { count, bits, bits2: complete, ..status });
         self.ask_for_gaps(child, now);
+    }
+
+    /// A probe comes behind what it asks about, so what is not in by now is lost. If that is a quarter of it, a
+    /// burst was too much for the receive buffer, and nothing came behind it to show the gap: cut the window. Less
+    /// is chance, and repaired without slowing anybody down.
+    fn note_overflow(&mut self, from: u64, count: u16, bits: u64) {
+        let missing = u32::from(count) - bits.count_ones();
+        let first = from.saturating_add(u64::from(bits.trailing_ones()));
+        let overflow = missing > 1 && 4 * missing >= u32::from(count);
+        if overflow && self.group.window.cut(first, from.saturating_add(u64::from(count))) {
+            self.common.counters.window_cuts += 1;
+        }
     }
 
     /// The child says that an answer did not arrive.

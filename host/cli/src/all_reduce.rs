@@ -40,7 +40,7 @@ pub(crate) struct AllReduceArgs {
     /// In which order contributions combine [default: the library's]
     #[arg(long, value_name = "NAME")]
     order: Option<OrderName>,
-    /// Levels of the tree: one device, or two leaves and a root
+    /// Levels of the tree: one device, or two of which one is the root
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2),
           conflicts_with = "topology")]
     levels: u8,

@@ -63,12 +63,12 @@ pub(crate) fn run(_args: &DoctorArgs) -> Result<(), Failure> {
 
 fn cores() -> Finding {
     let cores = thread::available_parallelism().map_or(1, usize::from);
-    // `perf` unasked: 4 ranks and 3 devices.
+    // `perf` unasked: 4 ranks and 2 devices.
     let (health, advice) = match cores {
-        8.. => (Health::Ok, String::new()),
+        7.. => (Health::Ok, String::new()),
         _ => (
             Health::Warn,
-            "`perf` starts 4 ranks and 3 devices: they take turns here, and times hold the scheduler's share".into(),
+            "`perf` starts 4 ranks and 2 devices: they take turns here, and times hold the scheduler's share".into(),
         ),
     };
     Finding { health, what: "cores", found: cores.to_string(), advice }

@@ -4,32 +4,22 @@
 //! to place each rank at a host; the controller then plans on the devices that registered.
 
 use anyhow::Context;
-use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
-use sumac::plan::{self, DeviceLimits, HostSelection, Limits, PlanNode};
-use sumac::topo::{Fabric, SwitchId};
+use sumac::plan::{self, HostSelection, Limits};
+use sumac::topo::Fabric;
 
 /// A run's fabric, devices and hosts.
 #[derive(Debug)]
 pub(crate) struct Layout {
     /// What the controller reads.
     pub(crate) source: Source,
-    /// The devices of the tree's nodes, the root's first.
-    pub(crate) devices: Vec<Device>,
+    /// The devices of the tree's nodes, by name, the root's first.
+    pub(crate) devices: Vec<String>,
     /// The host of each rank.
     pub(crate) hosts: Vec<String>,
     /// Levels of the tree.
     pub(crate) levels: usize,
-}
-
-/// A device to start.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Device {
-    /// Its switch's name.
-    pub(crate) name: String,
-    /// Most children that it says it takes; `None`: as many as it can.
-    pub(crate) children: Option<usize>,
 }
 
 /// Where the fabric comes from.
@@ -45,42 +35,26 @@ impl Layout {
     /// Plan `ranks` ranks on the fabric of a file.
     pub(crate) fn from_file(path: &Path, ranks: u32) -> anyhow::Result<Self> {
         let fabric = Fabric::read(path)?;
-        Self::plan(&fabric, Source::File(path.into()), ranks, None)
+        Self::plan(&fabric, Source::File(path.into()), ranks)
             .with_context(|| format!("{}: no tree for {ranks} ranks", path.display()))
     }
 
-    /// Plan `ranks` ranks on a made-up fabric: one switch, or two leaves and a spine.
-    ///
-    /// The leaves' devices take their own ranks and no more, as otherwise one of them would be the root, and no device
-    /// would run on the spine. Two ranks are too few for that: one leaf's device is the root there.
+    /// Plan `ranks` ranks on a made-up fabric: one switch, or two leaves and a spine, each with an aggregation node.
+    /// With two leaves the planner takes one of them for the root: the data goes through one node less than with
+    /// the spine for the root, in as many levels.
     pub(crate) fn generated(levels: u8, ranks: u32) -> anyhow::Result<Self> {
         let leaves = if levels > 1 && ranks > 1 { 2 } else { 1 };
         let leaf_of = |rank| u64::from(rank) * leaves / u64::from(ranks.max(1));
         let text = toml(leaves, ranks, leaf_of);
         let fabric = Fabric::from_toml(&text)?;
-        let limit = |id| {
-            let name = fabric.switch(id).name.as_str();
-            let own = (0..ranks).filter(|&rank| name == format!("leaf{}", leaf_of(rank))).count();
-            let max_children = if leaves > 1 && own > 0 { own.max(2) } else { Limits::default().max_children };
-            (id, DeviceLimits { max_children, slots_free: u32::MAX })
-        };
-        let limits = fabric.switch_ids().map(limit).collect();
-        Self::plan(&fabric, Source::Toml(text), ranks, Some(limits))
+        Self::plan(&fabric, Source::Toml(text), ranks)
     }
 
-    fn plan(
-        fabric: &Fabric,
-        source: Source,
-        ranks: u32,
-        devices: Option<BTreeMap<SwitchId, DeviceLimits>>,
-    ) -> anyhow::Result<Self> {
-        let limits = Limits { devices, ..Limits::default() };
-        let plan = plan::plan(fabric, &HostSelection::First(ranks as usize), &limits)?;
-        let children = |switch| Some(limits.devices.as_ref()?.get(&switch)?.max_children);
-        let device = |node: &PlanNode| Device { name: node.name.clone(), children: children(node.switch) };
+    fn plan(fabric: &Fabric, source: Source, ranks: u32) -> anyhow::Result<Self> {
+        let plan = plan::plan(fabric, &HostSelection::First(ranks as usize), &Limits::default())?;
         Ok(Self {
             source,
-            devices: plan.nodes.iter().map(device).collect(),
+            devices: plan.nodes.iter().map(|node| node.name.clone()).collect(),
             hosts: plan.ranks.iter().map(|rank| rank.name.clone()).collect(),
             levels: plan.levels,
         })
@@ -113,12 +87,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_levels_are_two_leaves_and_a_root() {
+    fn two_levels_are_two_leaves_of_which_one_is_the_root() {
         for ranks in [4, 5, 8, 64] {
             let layout = Layout::generated(2, ranks).expect("a plan");
-            let names: Vec<_> = layout.devices.iter().map(|device| device.name.as_str()).collect();
-            assert_eq!((layout.levels, names.as_slice()), (2, &["spine0", "leaf0", "leaf1"][..]), "{ranks} ranks");
-            assert_eq!(layout.devices[1].children, Some(ranks.div_ceil(2) as usize));
+            assert_eq!((layout.levels, layout.devices), (2, vec!["leaf0".into(), "leaf1".into()]), "{ranks} ranks");
         }
         assert_eq!(Layout::generated(2, 4).expect("a plan").hosts, ["h0", "h1", "h2", "h3"]);
     }
@@ -136,7 +108,7 @@ mod tests {
     #[test]
     fn a_fabric_that_lacks_hosts_is_refused_with_both_numbers() {
         let fabric = Fabric::from_toml(&toml(1, 3, |_| 0)).expect("a fabric");
-        let error = Layout::plan(&fabric, Source::Toml(String::new()), 9, None).expect_err("too many");
+        let error = Layout::plan(&fabric, Source::Toml(String::new()), 9).expect_err("too many");
         assert_eq!(error.to_string(), "9 hosts are asked for, the fabric has 3");
     }
 }

@@ -1,8 +1,8 @@
 //! Admission: from a job's ranks to a tree on the fabric, and to a group on each of its devices, all or none.
 
-use super::ControllerConfig;
 use super::device::DeviceSession;
 use super::proto::{JoinRequest, TreeMembership};
+use super::{ControllerConfig, WINDOW_MIN};
 use crate::choice::TreeFacts;
 use crate::plan::{Child, DeviceLimits, HostSelection, Limits, Plan, plan};
 use crate::topo::Fabric;
@@ -12,6 +12,7 @@ use sumac_hal::ctrl::{GroupConfig, NodeParent, Order, Request, TreeConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::shard::Shard;
+use sumac_hal::uplink::MAX_WINDOW;
 use sumac_hal::wire::HEADER_LEN;
 
 /// One node of a placed tree.
@@ -63,7 +64,7 @@ pub(super) fn admit<'p>(
             &flat
         }
     };
-    let plan = plan_tree(config, fabric, devices, used.clone(), requests)?;
+    let plan = plan_tree(fabric, devices, used.clone(), requests)?;
     let mut placement = place(&plan, devices, (group, tree, epoch))?;
     placement.size(config, used, requests)?;
     placement.reserve(config, requests[0].order)?;
@@ -82,7 +83,6 @@ fn flat_fabric(devices: &BTreeMap<String, Arc<DeviceSession>>, hosts: usize) -> 
 }
 
 fn plan_tree<'p>(
-    config: &ControllerConfig,
     fabric: &Fabric,
     devices: &BTreeMap<String, Arc<DeviceSession>>,
     used: impl Iterator<Item = &'p Placement> + Clone,
@@ -103,7 +103,6 @@ fn plan_tree<'p>(
         devices: Some(limits.collect()),
         ..Limits::default()
     };
-    debug_assert!(config.window_max > 0);
     let names: Option<Vec<String>> = requests.iter().map(|request| request.host.clone()).collect();
     let hosts = names.map_or(HostSelection::First(requests.len()), HostSelection::Named);
     plan(fabric, &hosts, &limits).map_err(|error| error.to_string())
@@ -194,7 +193,7 @@ impl Placement {
         let shard = Shard::new(0, self.nodes[0].device.announce.data_addrs.len() as u16);
         let shard = shard.ok_or_else(|| format!("device {} has no shard", self.nodes[0].device.name()))?;
         let order = requests[0].order;
-        let mut window = u64::from(config.window_max);
+        let mut window = u64::from(config.window_bytes / chunk).clamp(u64::from(WINDOW_MIN), MAX_WINDOW);
         for node in &self.nodes {
             let capabilities = &node.device.announce.capabilities;
             let taken = placed_on(&node.device, used.clone());

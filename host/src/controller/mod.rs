@@ -35,7 +35,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use sumac_hal::ctrl::{FrameReader, Greeting, StreamError};
-use sumac_hal::uplink::{HopTimers, MAX_WINDOW};
+use sumac_hal::uplink::HopTimers;
 use thiserror::Error;
 
 /// How to set up a controller.
@@ -47,8 +47,10 @@ pub struct ControllerConfig {
     pub fabric: Option<Fabric>,
     /// The constants of the choice.
     pub table: CostTable,
-    /// The most chunks that a rank may have in flight.
-    pub window_max: u16,
+    /// What a rank may have in flight, in bytes: the window is as many chunks as that is, at least
+    /// [`WINDOW_MIN`] and at most 256, and less where devices have no room for it. Some bandwidth-delay products;
+    /// small enough for caches.
+    pub window_bytes: u32,
     /// The longest payload of a packet in bytes, where the ports would carry more.
     pub chunk_max_bytes: u16,
     /// How long a group lives without a packet or a renewal.
@@ -64,8 +66,8 @@ impl ControllerConfig {
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
             fabric: None,
             table: CostTable::EMULATED,
-            window_max: 64,
-            chunk_max_bytes: 16 * 1024,
+            window_bytes: 1 << 20,
+            chunk_max_bytes: 60 * 1024 - 16,
             lease: Duration::from_secs(30),
             timers: HopTimers::DEFAULT,
         }
@@ -77,6 +79,9 @@ impl Default for ControllerConfig {
         Self::new()
     }
 }
+
+/// The fewest chunks that a window is given: enough for both directions of a hop to be busy.
+pub const WINDOW_MIN: u16 = 8;
 
 /// Why a controller can't start.
 #[derive(Debug, Error)]
@@ -204,8 +209,6 @@ fn check(config: &ControllerConfig) -> Result<(), ControllerError> {
     let range = |what, value: u64, ok, limit| {
         if ok { Ok(()) } else { Err(ControllerError::Config { what, value, limit }) }
     };
-    let window = u64::from(config.window_max);
-    range("window_max", window, (1..=MAX_WINDOW).contains(&window), "1 to 256")?;
     let chunk = u64::from(config.chunk_max_bytes);
     range("chunk_max_bytes", chunk, chunk >= 64, "at least 64")?;
     let lease = config.lease.as_millis() as u64;

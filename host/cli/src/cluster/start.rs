@@ -42,17 +42,13 @@ pub(crate) fn start(supervisor: &mut Supervisor, config: &ClusterConfig<'_>) -> 
     let addr = addr.ok_or_else(|| unexpected(supervisor, controller, line, "`listening ADDRESS`"))?;
 
     let mut waiting = HashSet::new();
-    for device in &config.layout.devices {
-        let name = &device.name;
-        let own = [
+    for name in &config.layout.devices {
+        let args = [
             "device".into(),
             format!("--name={name}"),
             format!("--controller={addr}"),
             format!("--shards={}", config.shards),
         ];
-        let limit = device.children.map(|children| format!("--children={children}"));
-        let own = own.into_iter().chain(limit);
-        let args: Vec<String> = own.collect();
         waiting.insert(supervisor.spawn(&format!("device {name}"), &args, Vec::new())?);
     }
     while let Some(&awaited) = waiting.iter().next() {

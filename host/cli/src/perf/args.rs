@@ -56,7 +56,7 @@ pub(crate) struct PerfArgs {
     /// In which order contributions combine [default: the library's]
     #[arg(long, value_name = "NAME")]
     pub(super) order: Option<OrderName>,
-    /// Levels of the tree: one device, or two leaves and a root
+    /// Levels of the tree: one device, or two of which one is the root
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2),
           conflicts_with = "topology")]
     pub(super) levels: u8,
