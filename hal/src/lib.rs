@@ -1,4 +1,55 @@
-//! The contract between device and host, and between the runtime and the hardware.
+//! The contract: between device and host, and between the runtime and the hardware.
+//!
+//! Host and device never name each other; they meet only as bytes, and this crate says which. Every other crate of Sumac
+//! depends on it, and it on none of them.
+//!
+//! | module | what |
+//! |---|---|
+//! | [`wire`] | the data plane: every byte of a packet |
+//! | [`ctrl`] | the control plane: postcard messages in checked frames |
+//! | [`port`] | a queue of packets in and one out; the conformance suite that every port passes |
+//! | [`reduce`] | the arithmetic: a kernel for each element type and operator, for device, DMA engine and host |
+//! | [`op`], [`ids`], [`key`] | what an operation is, what things are called, who may contribute |
+//! | [`uplink`], [`rtt`], [`shard`] | a child's side of one hop, which ranks and inner nodes share; a node's shards |
+//! | [`time`] | time as an argument |
+//! | `emu` (feature) | emulated links with faults, on virtual time |
+//! | `udp` (feature) | a port over real sockets, for hosted targets |
+//!
+//! # The protocol in one page
+//!
+//! A *group* lives on the nodes of one *tree*. Chunks of all its operations are numbered in one sequence (`seq`). **Every
+//! child sends exactly one contribution per seq** (`Data`, or `Empty` if it has nothing to add) **and gets exactly one
+//! answer per seq** (`Result`, or `Done` if nobody below it receives). A seq is complete at a node when all its children's
+//! bits are set; the node then contributes to its parent, or, at the root, rounds the value and answers. The answer is the
+//! acknowledgement, and goes down to everybody. Which children bring data and which want the result is all that tells one
+//! collective from another: in an all-reduce all do both, in a barrier none does either.
+//!
+//! Chunk k lives in slot k % S of every node on its way. Each packet up carries `have`: all seqs below have landed at and
+//! below the sender. A rank sends seq j only if j < have + W, with W <= S/2, and a node uses the slot of k again only when
+//! every child's `have` has passed k; so no packet, however late, can meet another chunk's state. The root's least `have`
+//! comes down as `stable`.
+//!
+//! A lost contribution shows as a gap with three later ones behind it: the node asks for it at once, by name. A lost
+//! answer shows to the child in the same way. What that leaves, the last packets of a burst, is found by header-sized
+//! probes with back-off, and payload is sent again only for what the node says it lacks. A hop that stays silent is dead
+//! (`PathLost`), and says so downwards. Ranks that call different things meet as different signatures: the node's Nak goes
+//! up in place of a contribution, and the root tells everybody the same two calls.
+//!
+//! A group's *epoch* is in every packet; a device that has restarted knows no groups, and says so. A child is known by a
+//! 64-bit key and pinned to the address that first used it.
+//!
+//! # Where this goes beyond the first design
+//!
+//! - A lost Result is sent again on a header-sized request, so a reply can be larger than what asked for it: only to a
+//!   child with the right key at its pinned address, and only against credit that it earns by its own contributions and
+//!   probes. See `sumac_device::Node`.
+//! - A contribution says whether anybody below *wants* the result, so a node needs to know neither roots nor owners.
+//! - A probe that finds a quarter of a window missing cuts the window: the last packets of a burst that was too much for a
+//!   receive buffer have nothing behind them to show the gap.
+//! - The checksum is in two levels (payload, then header with the payload's checksum), so that a node which answers 256
+//!   children reads the value once.
+//! - Operations that run by a schedule send an `Empty` with their signature through the tree, so that ranks on different
+//!   paths find out as well.
 #![cfg_attr(not(any(feature = "std", test)), no_std)]
 
 pub mod ctrl;

@@ -103,16 +103,18 @@ pub struct CostTable {
 }
 
 impl CostTable {
-    /// For emulated devices on one machine, where ranks and devices share its cores: fitted to `sumac perf` with 4
-    /// ranks on 2 cores (AMD Zen 5, Linux 6.18), as a stand-in for the network's own figures. On one machine every
-    /// process pays for every byte, so the schedules' beta carries the oversubscription of the cores too.
+    /// For emulated devices on one machine, where ranks and devices take turns on its cores: fitted by eye to
+    /// medians of `sumac perf` with 4 ranks, two levels, on 2 cores (AMD EPYC, Linux 6.18), where 8 B took 80 us
+    /// through the tree, 210 us by ring and 150 us by halving-doubling, and 16 MiB 21 to 45 ms, 28 ms and 29 ms. On
+    /// one machine each device is one more process that copies every byte, so large messages choose a schedule
+    /// there; a network's own table has the device's line rate for `beta_node_s`.
     pub const EMULATED: Self = Self {
         version: 1,
-        alpha_tree_s: 40e-6,
-        alpha_step_s: 45e-6,
-        beta_tree_s: 0.10e-9,
-        beta_step_s: 0.80e-9,
-        beta_node_s: 0.10e-9,
+        alpha_tree_s: 20e-6,
+        alpha_step_s: 36e-6,
+        beta_tree_s: 0.30e-9,
+        beta_step_s: 1.10e-9,
+        beta_node_s: 0.20e-9,
         gamma_s: 0.02e-9,
     };
 }
