@@ -40,8 +40,8 @@ impl Running {
         let mut row = String::new();
         running.stdout.read_line(&mut row).expect("a row");
         running.children = children(running.supervisor.id());
-        // The controller, three devices and four ranks.
-        assert_eq!(running.children.len(), 8, "{row}");
+        // The controller, two devices and four ranks.
+        assert_eq!(running.children.len(), 7, "{row}");
         running
     }
 
