@@ -10,9 +10,10 @@ use std::io::{BufRead, BufReader, Read};
 use std::os::fd::OwnedFd;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 
-/// A supervisor and what it has started.
+/// A supervisor and what it has started. A test that fails takes it along.
 struct Running {
-    supervisor: Child,
+    /// Until its end has been waited for.
+    supervisor: Option<Child>,
     stdout: BufReader<ChildStdout>,
     children: Vec<Process>,
 }
@@ -30,23 +31,27 @@ impl Running {
         command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut supervisor = command.spawn().expect("started");
         let stdout = BufReader::new(supervisor.stdout.take().expect("piped"));
-        Self { supervisor, stdout, children: Vec::new() }
+        Self { supervisor: Some(supervisor), stdout, children: Vec::new() }
     }
 
     /// Start a measurement whose second row takes far longer than the test, and wait for the first.
     fn perf() -> Self {
         let mut running =
-            Self::start(&["perf", "--json", "-b", "8", "-e", "64M", "-f", "8388608", "-n", "500", "--algo", "tree"]);
+            Self::start(&["perf", "--json", "-b", "8", "-e", "64M", "-f", "8388608", "-n", "100", "--algo", "tree"]);
         let mut row = String::new();
         running.stdout.read_line(&mut row).expect("a row");
-        running.children = children(running.supervisor.id());
+        running.children = children(running.supervisor().id());
         // The controller, two devices and four ranks.
         assert_eq!(running.children.len(), 7, "{row}");
         running
     }
 
+    fn supervisor(&self) -> &Child {
+        self.supervisor.as_ref().expect("not waited for yet")
+    }
+
     fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.supervisor), signal).expect("running");
+        kill_process(Pid::from_child(self.supervisor()), signal).expect("running");
     }
 
     fn child(&self, command: &str) -> &Process {
@@ -56,13 +61,23 @@ impl Running {
     /// Wait for the supervisor and then for each child; one that stays fails the test.
     fn end(mut self) -> Output {
         self.stdout.read_to_end(&mut Vec::new()).expect("read");
-        let output = self.supervisor.wait_with_output().expect("ended");
+        let output = self.supervisor.take().expect("waited for once").wait_with_output().expect("ended");
         for Process { pid, command, ended } in &self.children {
             let limit = Timespec { tv_sec: 30, tv_nsec: 0 };
             let events = poll(&mut [PollFd::new(ended, PollFlags::IN)], Some(&limit)).expect("polled");
             assert_eq!(events, 1, "process {} is left: {command}", pid.as_raw_pid());
         }
         output
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if let Some(supervisor) = &mut self.supervisor {
+            // Its children die with it. It may have ended by itself.
+            let _ = supervisor.kill();
+            let _ = supervisor.wait();
+        }
     }
 }
 
@@ -130,8 +145,9 @@ fn an_interrupted_all_reduce_leaves_no_file() {
     let mut running = Running::start(&["all-reduce", "--input", &inputs[0], "--input", &inputs[1], "--output", &out]);
     // Signals are taken over before anything else is begun; so with the first child, this one is in order.
     while running.children.is_empty() {
-        assert!(running.supervisor.try_wait().expect("asked").is_none(), "it ended before it had a child");
-        running.children = children(running.supervisor.id());
+        let ended = running.supervisor.as_mut().and_then(|supervisor| supervisor.try_wait().expect("asked"));
+        assert_eq!(ended, None, "it ended before it had a child");
+        running.children = children(running.supervisor().id());
     }
     running.signal(Signal::INT);
     let output = running.end();
