@@ -19,6 +19,8 @@ const CHUNK_MIN_BYTES: u16 = 64;
 impl Node<'_> {
     /// Carry out a request. `Hello` is the board's to answer, which knows the device's name.
     pub fn control(&mut self, request: &Request, now: Instant) -> Response {
+        // A new group's first turn has yet to begin.
+        self.common.may_send = true;
         let done = match request {
             Request::InstallTree(tree) => self.install_tree(tree),
             Request::RemoveTree(tree) => self.remove_tree(*tree),

@@ -119,6 +119,9 @@ struct Common {
     trace: TraceRing,
     replies: Deque<Reply, MAX_REPLIES>,
     events: Deque<Event, MAX_EVENTS>,
+    /// Some group may have something to send: false only while none has, so that polling for nothing costs nothing
+    /// however long the table of groups is.
+    may_send: bool,
 }
 
 impl Common {
@@ -173,6 +176,7 @@ impl<'m> Node<'m> {
             trace: TraceRing::new(),
             replies: Deque::new(),
             events: Deque::new(),
+            may_send: false,
         };
         Self { storage, common, turn: 0, stranger_replies: 0, stranger_refill_at: Instant::ZERO }
     }
@@ -201,6 +205,7 @@ impl<'m> Node<'m> {
         } else {
             live.handle_child(from, &repr, packet.payload(), now);
         }
+        live.note_output();
     }
 
     /// Do what is due at `now`: probes, dead hops, leases.
@@ -215,6 +220,7 @@ impl<'m> Node<'m> {
                 self.storage.groups[index] = None;
             } else {
                 live.poll_parent(now);
+                live.note_output();
             }
         }
     }
@@ -324,6 +330,13 @@ impl<'m> Node<'m> {
 impl Live<'_> {
     fn shard(&self) -> Shard {
         self.common.config.shard
+    }
+
+    /// Note whether this group has something to send, after anything that may have given it some.
+    fn note_output(&mut self) {
+        if !self.common.may_send {
+            self.common.may_send = self.group.has_output();
+        }
     }
 
     fn slot_index(&self, local: u64) -> usize {

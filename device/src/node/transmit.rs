@@ -31,20 +31,40 @@ impl Node<'_> {
         Some(out)
     }
 
-    /// Return the group whose turn it is to send, `None` if no group has anything to send.
+    /// Return the group whose turn it is to send, `None` if no group has anything to send. Asked again, it does not
+    /// look through the table before something was handled that may have changed that.
     pub(super) fn take_turn(&mut self) -> Option<usize> {
+        if !self.common.may_send {
+            return None;
+        }
+        match self.storage.groups.get(self.turn) {
+            Some(Some(group)) if group.deficit > 0 && group.has_output() => Some(self.turn),
+            _ => self.next_turn(),
+        }
+    }
+
+    /// Go round the groups from the one whose turn it was.
+    fn next_turn(&mut self) -> Option<usize> {
         let groups = self.storage.groups.len();
+        let mut waiting = false;
         // Each group is looked at twice at most: once to end its turn, once to begin its next.
-        for _ in 0..2 * groups {
+        for looked in 0..2 * groups {
+            if looked == groups && !waiting {
+                break;
+            }
             let turn = self.turn;
             if let Some(group) = &mut self.storage.groups[turn] {
-                if group.has_output() && group.deficit > 0 {
-                    return Some(turn);
+                if group.has_output() {
+                    if group.deficit > 0 {
+                        return Some(turn);
+                    }
+                    waiting = true;
                 }
                 group.deficit = QUANTUM_BYTES;
             }
-            self.turn = (turn + 1) % groups;
+            self.turn = if turn + 1 == groups { 0 } else { turn + 1 };
         }
+        self.common.may_send = false;
         None
     }
 }

@@ -272,10 +272,12 @@ impl Rig {
 
 /// What holds between any two calls, whatever came in.
 pub(super) fn check_invariants(node: &mut Node<'_>) {
+    let may_send = node.common.may_send;
     for index in 0..node.storage.groups.len() {
         let Some(live) = node.live(index) else { continue };
         let (group, shard) = (&live.group, live.common.config.shard);
         let least = live.children.iter().map(|child| child.have).min();
+        assert!(may_send || !group.has_output(), "nothing to send is forgotten");
         assert_eq!(Some(group.min_have), least, "min_have is the least have");
         assert!(shard.below(group.min_have) <= group.answered_below, "nobody has what was not answered");
         assert!(live.children.iter().all(|child| child.credit <= Child::CREDIT_MAX));

@@ -1,0 +1,319 @@
+//! How many packets a second one device worker handles, and what each costs.
+//!
+//! ```text
+//! cargo bench -p sumac-device --features sumac-hal/std --bench node     packets a second: a table
+//! tests/bench/instructions                                             instructions per contribution (callgrind)
+//! ```
+//!
+//! One [`Node`], the root of one group, is driven as [`sumac_device::runtime::poll`] does it: a burst of packets
+//! handled, the deadline asked for, then packets polled until there are no more. There is no port: contributions are
+//! packets made beforehand (right keys, right checksums, one chunk's children after the other), results are dropped.
+//! So the numbers are the protocol's, the checksums' and the kernels', and not the kernel's network stack's.
+//!
+//! Two things flatter them. Packets are used again and stay in the cache, as far as [`POOL_BYTES`] and the window let
+//! them, whereas a port's come from wherever its driver put them. And the group is the first in a table of
+//! [`GROUPS`], so looking it up costs nothing; the round of turns over the table is paid in full.
+//!
+//! The feature `std` of hal is what gives hosted devices wide vectors and a fast checksum. It is asked for on the
+//! command line, not in the manifest, because the device's crate must not name it.
+//!
+//! Invariant: what is counted did happen. After each case the node's counters say that every contribution was taken
+//! in, every one was answered, and nothing was dropped; and the last result is the sum.
+
+use std::hint::black_box;
+use std::process::ExitCode;
+use std::time::{Duration, Instant as Clock};
+use sumac_device::{Child, Node, NodeConfig, Slot, Storage};
+use sumac_hal::ctrl::{GroupConfig, Order, Request, Response, TreeConfig};
+use sumac_hal::ids::{BootId, ChildIndex, ChunkNo, Epoch, GroupId, TreeId};
+use sumac_hal::key::GroupSecret;
+use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
+use sumac_hal::port::Addr;
+use sumac_hal::shard::Shard;
+use sumac_hal::time::Instant;
+use sumac_hal::uplink::{HopTimers, MAX_WINDOW};
+use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, Repr, payload_crc};
+
+/// Payloads in bytes: a barrier's Empty, one cache line, what fits Ethernet's 1,500, a jumbo frame's 9,000, and UDP's
+/// 64 KiB; each with room for the headers, and a multiple of 16 as chunks are.
+const PAYLOADS_BYTES: [usize; 5] = [0, 64, 1376, 8880, 61_424];
+
+/// Children of the root: a leaf of a small tree, and of a large one.
+const CHILDREN: [u16; 2] = [4, 32];
+
+/// Children in the mode that counts instructions.
+const COUNTED_CHILDREN: u16 = 4;
+
+/// Packets that the mode which counts instructions makes, whatever part of them it handles: so that the set-up of
+/// two runs is the same and the difference between them is the handling alone.
+const COUNTED_PACKETS: usize = 2048;
+
+/// Packets between two polls; the UDP port hands over 256 at most.
+const BURST: usize = 64;
+
+/// Entries of the table of groups: an emulated board's.
+const GROUPS: usize = 64;
+
+/// About the most bytes of packets that are handled between two times that they are numbered anew.
+const POOL_BYTES: usize = 1 << 20;
+
+/// About the most bytes of one child's window.
+const WINDOW_BYTES: usize = 256 << 10;
+
+/// Rounds of a case; the table shows the best.
+const ROUNDS: usize = 5;
+
+/// The time spent in the node in one round.
+const ROUND: Duration = Duration::from_millis(40);
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    match args[..] {
+        // `cargo bench` passes --bench; `cargo test --benches` does not, and has nothing to check here.
+        [] if !std::env::args().any(|arg| arg == "--bench") => {
+            println!("nothing measured: run by `cargo bench`, or with --bench");
+        }
+        ["--instructions", payload, count] => return counted(payload, count, "64"),
+        ["--instructions", payload, count, burst] => return counted(payload, count, burst),
+        [_, ..] if args[0].starts_with("--") => {
+            eprintln!("usage: node [--instructions PAYLOAD_BYTES CONTRIBUTIONS [BURST]]");
+            return ExitCode::from(2);
+        }
+        _ => table(),
+    }
+    ExitCode::SUCCESS
+}
+
+/// Measure every case and print a row for each.
+fn table() {
+    println!("one worker, root of one group, f32 sum, {BURST} packets a burst; payload 0 is a barrier");
+    println!("{:>10} {:>9} {:>10} {:>10} {:>9} {:>9}", "payload", "children", "in", "out", "in", "per contr.");
+    println!("{:>10} {:>9} {:>10} {:>10} {:>9} {:>9}", "B", "", "Mpackets/s", "Mpackets/s", "GB/s", "ns");
+    for children in CHILDREN {
+        for payload_len_bytes in PAYLOADS_BYTES {
+            let mut rig = Rig::new(children, payload_len_bytes);
+            let best = (0..ROUNDS).map(|_| rig.round()).max_by(|a, b| a.rate_in().total_cmp(&b.rate_in()));
+            rig.check();
+            let Some(best) = best else { continue };
+            println!(
+                "{payload_len_bytes:>10} {children:>9} {:>10.3} {:>10.3} {:>9.2} {:>9.0}",
+                best.rate_in() * 1e3,
+                best.packets_out as f64 / best.ns * 1e3,
+                best.rate_in() * (HEADER_LEN + payload_len_bytes) as f64,
+                1.0 / best.rate_in(),
+            );
+        }
+    }
+}
+
+/// Handle exactly `count` contributions after a set-up that does not depend on `count`.
+fn counted(payload: &str, count: &str, burst: &str) -> ExitCode {
+    let (Ok(payload_len_bytes), Ok(count), Ok(burst)) = (payload.parse(), count.parse(), burst.parse()) else {
+        eprintln!("'{payload}', '{count}' and '{burst}' are to be numbers: payload in bytes, contributions, burst");
+        return ExitCode::from(2);
+    };
+    if !PAYLOADS_BYTES.contains(&payload_len_bytes) || count > COUNTED_PACKETS || burst == 0 {
+        eprintln!("payload {payload_len_bytes}: one of {PAYLOADS_BYTES:?}");
+        eprintln!("contributions {count}: at most {COUNTED_PACKETS}; burst {burst}: at least 1");
+        return ExitCode::from(2);
+    }
+    let mut rig = Rig::new(COUNTED_CHILDREN, payload_len_bytes);
+    let pool = rig.make(COUNTED_PACKETS / usize::from(COUNTED_CHILDREN));
+    rig.drive(&pool[..count], burst);
+    rig.check();
+    ExitCode::SUCCESS
+}
+
+/// What one round came to.
+struct Round {
+    packets_in: u64,
+    packets_out: u64,
+    ns: f64,
+}
+
+impl Round {
+    /// Packets in per nanosecond.
+    fn rate_in(&self) -> f64 {
+        self.packets_in as f64 / self.ns
+    }
+}
+
+/// A packet on its way in, and who sends it.
+struct Inbound {
+    from: Addr,
+    repr: Repr,
+    bytes: Vec<u8>,
+}
+
+/// A root node, its children's place in the sequence, and the clock.
+struct Rig {
+    node: Node<'static>,
+    children: u16,
+    payload: Vec<u8>,
+    payload_crc: u32,
+    window: usize,
+    keys: Vec<u64>,
+    next_seq: u64,
+    now: Instant,
+}
+
+const GROUP: GroupId = GroupId(7);
+const EPOCH: Epoch = Epoch { term: 1, counter: 1 };
+const SECRET: GroupSecret = GroupSecret([9; 16]);
+
+impl Rig {
+    /// Set up a node with one group; its children contribute ones.
+    fn new(children: u16, payload_len_bytes: usize) -> Self {
+        let chunk_len_bytes = payload_len_bytes.max(64);
+        let window = (WINDOW_BYTES / chunk_len_bytes).clamp(1, MAX_WINDOW as usize);
+        let payload: Vec<u8> = 1_f32.to_le_bytes().into_iter().cycle().take(payload_len_bytes).collect();
+        let mut node = empty_node(children, chunk_len_bytes, 2 * window);
+        let config = GroupConfig {
+            group: GROUP,
+            tree: TreeId(1),
+            epoch: EPOCH,
+            order: Order::Arrival,
+            secret: SECRET,
+            parent_key: 0,
+            window_max: window as u16,
+            slots: 2 * window as u16,
+            chunk_len_bytes: chunk_len_bytes as u16,
+            lease_ms: 60_000,
+            timers: HopTimers::DEFAULT.into(),
+        };
+        let now = Instant::ZERO;
+        let tree = TreeConfig { tree: TreeId(1), parent: None, children };
+        assert_eq!(node.control(&Request::InstallTree(tree), now), Response::Done);
+        assert_eq!(node.control(&Request::CreateGroup(config), now), Response::Done);
+        let keys = (0..children).map(|child| SECRET.child_key(GROUP, EPOCH, ChildIndex(child))).collect();
+        Self { node, children, payload_crc: payload_crc(&payload), payload, window, keys, next_seq: 0, now }
+    }
+
+    /// Make every child's contribution to the next `chunks` chunks.
+    fn make(&mut self, chunks: usize) -> Vec<Inbound> {
+        let mut pool: Vec<Inbound> = (0..chunks)
+            .flat_map(|_| 0..self.children)
+            .map(|child| {
+                let repr = self.contribution(child);
+                let mut bytes = vec![0; repr.packet_len()];
+                bytes[HEADER_LEN..].copy_from_slice(&self.payload);
+                Inbound { from: Addr::Emu(u32::from(child)), repr, bytes }
+            })
+            .collect();
+        self.number(&mut pool);
+        pool
+    }
+
+    /// A child's contribution, but for its place in the sequence.
+    fn contribution(&self, child: u16) -> Repr {
+        let (kind, op) = match self.payload.len() {
+            0 => (Kind::Empty, OpDesc::barrier()),
+            _ => (Kind::Data, OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 1 << 30)),
+        };
+        Repr {
+            collective: Some(op.collective),
+            dtype: op.dtype,
+            op: op.op,
+            bits: op.count,
+            signature: op.signature(Path::Tree, 1),
+            flags: if kind == Kind::Data { Flags::WANT } else { Flags::empty() },
+            count: 1,
+            payload_len_bytes: self.payload.len() as u16,
+            ..Repr::new(kind, GROUP, EPOCH, ChildIndex(child), self.keys[usize::from(child)])
+        }
+    }
+
+    /// Give the packets their places in the sequence. A child moves `have` once a window: the least often that keeps
+    /// all going.
+    fn number(&mut self, pool: &mut [Inbound]) {
+        for chunk in pool.chunks_mut(usize::from(self.children)) {
+            let seq = self.next_seq;
+            let have = seq - seq % self.window as u64;
+            for inbound in chunk {
+                inbound.repr.seq = ChunkNo(seq);
+                inbound.repr.mark = ChunkNo(have);
+                inbound.repr.emit(&mut Packet::new_unchecked(&mut inbound.bytes[..]), self.payload_crc);
+            }
+            self.next_seq += 1;
+        }
+    }
+
+    /// Handle a pool again and again, numbered anew outside the time taken, until [`ROUND`] has gone by.
+    fn round(&mut self) -> Round {
+        let chunk_bytes = usize::from(self.children) * (HEADER_LEN + self.payload.len());
+        let mut pool = self.make((POOL_BYTES / chunk_bytes).clamp(1, self.window));
+        let before = *self.node.counters();
+        let mut spent = Duration::ZERO;
+        loop {
+            let start = Clock::now();
+            self.drive(&pool, BURST);
+            spent += start.elapsed();
+            if spent >= ROUND {
+                break;
+            }
+            self.number(&mut pool);
+        }
+        let after = self.node.counters();
+        Round {
+            packets_in: after.packets_in - before.packets_in,
+            packets_out: after.packets_out - before.packets_out,
+            ns: spent.as_nanos() as f64,
+        }
+    }
+
+    /// What a worker does with these packets. No burst is longer than all children's windows: nobody sends the next
+    /// before its first result has come.
+    #[inline(never)]
+    fn drive(&mut self, packets: &[Inbound], burst: usize) {
+        for packets in packets.chunks(burst.min(self.window * usize::from(self.children))) {
+            self.now = self.now + Duration::from_micros(1);
+            for inbound in packets {
+                self.node.handle(inbound.from, &inbound.bytes, self.now);
+            }
+            if self.node.poll_timeout().is_some_and(|at| at <= self.now) {
+                self.node.handle_timeout(self.now);
+            }
+            while let Some(out) = self.node.poll_outgoing(self.now) {
+                black_box(self.node.payload(&out));
+            }
+        }
+    }
+
+    /// Check that all was done, and done right: complete the chunk at the end, and look at its result.
+    fn check(&mut self) {
+        let counters = *self.node.counters();
+        let children = u64::from(self.children);
+        assert_eq!(counters.contributions, counters.packets_in, "every packet was a contribution, taken in");
+        assert_eq!(counters.packets_out, counters.contributions / children * children, "every one was answered");
+        assert_eq!(counters.packets_out, counters.answers, "by one answer");
+        // A run that was cut short leaves packets that were numbered but not handled.
+        self.next_seq = counters.completed;
+        let last = self.make(1);
+        last.iter().for_each(|inbound| self.node.handle(inbound.from, &inbound.bytes, self.now));
+        let sum: Vec<u8> =
+            f32::from(self.children).to_le_bytes().into_iter().cycle().take(self.payload.len()).collect();
+        for _ in 0..self.children {
+            let out = self.node.poll_outgoing(self.now).expect("one answer a child");
+            assert!(self.node.payload(&out) == sum, "the result is the sum");
+        }
+    }
+}
+
+/// Return a node without groups, with the tables of an emulated board.
+fn empty_node(children: u16, chunk_len_bytes: usize, slots: usize) -> Node<'static> {
+    let config = NodeConfig {
+        shard: Shard::WHOLE,
+        boot_id: BootId(42),
+        max_packet_len_bytes: HEADER_LEN + chunk_len_bytes,
+        receive_buffer_bytes: 8 << 20,
+    };
+    let storage = Storage {
+        groups: Vec::leak((0..GROUPS).map(|_| None).collect()),
+        trees: Vec::leak(vec![None; GROUPS]),
+        children: Vec::leak(vec![Child::EMPTY; usize::from(children)]),
+        slots: Vec::leak(vec![Slot::EMPTY; slots]),
+        bytes: Vec::leak(vec![0; slots * chunk_len_bytes]),
+    };
+    Node::new(config, storage)
+}
