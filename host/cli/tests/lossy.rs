@@ -191,7 +191,7 @@ fn every_fault_at_once_is_survived() {
         all_reduce("I32", "Sum", 1 << 15),
     ];
     let faults = Faults { drop: 200, duplicate: 50, delay: 100, corrupt: 50 };
-    let scenario = Scenario { faults, shards: 1, order: "TreeFold", iterations: 15, cases };
+    let scenario = Scenario { faults, shards: 1, order: "TreeFold", iterations: 6, cases };
     let outcome = scenario.run();
     outcome.expect_every_link_relayed();
     for c in outcome.relays.iter().flatten() {
