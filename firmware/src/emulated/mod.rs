@@ -16,6 +16,8 @@
 
 mod control;
 mod shard;
+#[cfg(test)]
+mod tests;
 
 use control::Control;
 use shard::{ShardHandle, start_shard};
@@ -37,6 +39,11 @@ pub struct BoardConfig {
     pub controller: SocketAddr,
     /// Where the data ports listen.
     pub bind: IpAddr,
+    /// The first shard's UDP port; the following shards take the next ones. `None`: any that is free.
+    pub data_port: Option<u16>,
+    /// Where peers send each shard's packets to, one address a shard, if that is not where the shard listens: for a
+    /// device behind address translation.
+    pub advertise: Option<Vec<SocketAddr>>,
     /// Worker threads, each with a port of its own.
     pub shards: u16,
     /// Groups (and trees) that it can hold.
@@ -60,6 +67,8 @@ impl BoardConfig {
             name: name.into(),
             controller,
             bind: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            data_port: None,
+            advertise: None,
             shards: 1,
             groups: 64,
             children: 4096,
@@ -82,6 +91,27 @@ pub enum BoardError {
     /// No shard, or too many.
     #[error("{0} shards; a device has 1 to {MAX_SHARDS}")]
     Shards(u16),
+    /// The shards' ports do not all exist.
+    #[error(
+        "{shards} shards from data port {first} on: ports are 1 to 65535; choose another first port or fewer shards"
+    )]
+    DataPorts {
+        /// The first shard's port.
+        first: u16,
+        /// How many shards there are.
+        shards: u16,
+    },
+    /// Not one address for each shard.
+    #[error("{given} advertised address(es) for {shards} shard(s); give one for each shard, in their order")]
+    AdvertiseCount {
+        /// How many addresses.
+        given: usize,
+        /// How many shards.
+        shards: u16,
+    },
+    /// Nobody can send to an advertised address.
+    #[error("can't advertise {0}: peers need one IP address and a port other than 0")]
+    AdvertiseAddr(SocketAddr),
     /// A data port could not be opened.
     #[error("data port: {0}")]
     Port(#[from] UdpError),
@@ -113,13 +143,17 @@ impl Board {
         if config.shards == 0 || usize::from(config.shards) > MAX_SHARDS {
             return Err(BoardError::Shards(config.shards));
         }
+        check_data_addrs(&config)?;
         let boot_id = random_boot_id()?;
         let shards = (0..config.shards)
             .map(|index| start_shard(&config, index, boot_id))
             .collect::<Result<Vec<_>, BoardError>>()?;
         let capabilities =
             shards.iter().map(|shard| shard.capabilities).reduce(narrowest).ok_or(BoardError::Shards(0))?;
-        let data_addrs = shards.iter().map(|shard| shard.addr).collect();
+        let data_addrs = match &config.advertise {
+            Some(addrs) => addrs.iter().copied().map(Addr::Udp).collect(),
+            None => shards.iter().map(|shard| shard.addr).collect(),
+        };
         let announce = Announce { name, boot_id, capabilities, data_addrs };
         let links = shards.iter().map(ShardHandle::link).collect();
         let control = Control::start(&config, announce.clone(), links)?;
@@ -131,7 +165,7 @@ impl Board {
         &self.announce
     }
 
-    /// Return where its shards receive packets.
+    /// Return where peers send each shard's packets to.
     pub fn data_addrs(&self) -> impl Iterator<Item = Addr> {
         self.announce.data_addrs.iter().copied()
     }
@@ -146,6 +180,24 @@ impl Board {
         for shard in &mut self.shards {
             shard.join();
         }
+    }
+}
+
+/// Check ports and advertised addresses against the number of shards, which is in its limits.
+fn check_data_addrs(config: &BoardConfig) -> Result<(), BoardError> {
+    let shards = config.shards;
+    if let Some(first) = config.data_port
+        && (first == 0 || first.checked_add(shards - 1).is_none())
+    {
+        return Err(BoardError::DataPorts { first, shards });
+    }
+    let Some(addrs) = &config.advertise else { return Ok(()) };
+    if addrs.len() != usize::from(shards) {
+        return Err(BoardError::AdvertiseCount { given: addrs.len(), shards });
+    }
+    match addrs.iter().find(|addr| addr.port() == 0 || addr.ip().is_unspecified()) {
+        Some(addr) => Err(BoardError::AdvertiseAddr(*addr)),
+        None => Ok(()),
     }
 }
 

@@ -68,7 +68,9 @@ impl Drop for ShardHandle {
 /// Open the shard's port and start its thread.
 pub(super) fn start_shard(config: &BoardConfig, index: u16, boot_id: BootId) -> Result<ShardHandle, BoardError> {
     let shard = Shard::new(index, config.shards).ok_or(BoardError::Shards(config.shards))?;
-    let port = UdpPort::bind(SocketAddr::new(config.bind, 0), &config.udp)?;
+    // The board has checked that the sum is a port.
+    let data_port = config.data_port.map_or(0, |first| first.saturating_add(index));
+    let port = UdpPort::bind(SocketAddr::new(config.bind, data_port), &config.udp)?;
     let node_config = NodeConfig {
         shard,
         boot_id,

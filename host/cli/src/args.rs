@@ -46,6 +46,9 @@ pub(crate) enum Command {
     /// Run an emulated device: the device runtime as an ordinary process
     ///
     /// Prints `ready NAME` once the controller knows it; serves until SIGINT or SIGTERM.
+    ///
+    /// Children are known by the address that their packets come from. What stands between them and the device (see
+    /// --advertise) must give each child an address of its own, and keep it.
     Device(DeviceArgs),
     /// Run a controller: plans trees, admits jobs, creates and releases their groups
     ///

@@ -45,6 +45,13 @@ pub(crate) struct DeviceArgs {
     /// The address of this host that ranks and other devices reach
     #[arg(long, value_name = "IP", default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST))]
     bind: IpAddr,
+    /// UDP port of the first worker's data port; the other workers take the next ones [default: any that are free]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    data_port: Option<u16>,
+    /// Addresses that ranks and other devices are told to send to, one for each worker, where they are not those of
+    /// the data ports: behind address translation or a relay. Goes with --data-port
+    #[arg(long, value_name = "ADDRESS", value_delimiter = ',', requires = "data_port")]
+    advertise: Option<Vec<SocketAddr>>,
     /// Worker threads, each with a port and memory of its own
     #[arg(long, value_name = "N", default_value_t = 1)]
     shards: u16,
@@ -76,6 +83,8 @@ pub(crate) fn run_device(args: DeviceArgs) -> Result<(), Failure> {
     let signals = signals()?;
     let mut config = BoardConfig::new(args.name, args.controller);
     config.bind = args.bind;
+    config.data_port = args.data_port;
+    config.advertise = args.advertise;
     config.shards = args.shards;
     config.children = args.children.unwrap_or(config.children);
     config.slots = args.slots.unwrap_or(config.slots);

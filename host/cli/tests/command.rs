@@ -91,7 +91,7 @@ fn perf_builds_the_tree_of_a_real_fabric() {
 #[test]
 fn bad_usage_ends_with_2_and_names_what_is_wrong() {
     let fabric = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/two-leaves.ibnetdiscover");
-    let cases: [(&[&str], &str); 8] = [
+    let cases: [(&[&str], &str); 11] = [
         (&["perf", "-b", "1M", "-e", "8"], "-b 1M"),
         (&["perf", "-b", "eight"], "eight"),
         (&["perf", "--algo", "magic"], "magic"),
@@ -100,6 +100,9 @@ fn bad_usage_ends_with_2_and_names_what_is_wrong() {
         (&["perf", "--topology", fabric, "--ranks", "99"], "99 hosts are asked for"),
         (&["plan", "--topology", fabric, "--hosts", "nobody"], "nobody"),
         (&["controller", "--listen", "0.0.0.0:0"], "0.0.0.0:0 is not a loopback address"),
+        (&["device", "--name", "d", "--data-port", "65535", "--shards", "2"], "data port 65535"),
+        (&["device", "--name", "d", "--data-port", "7900", "--advertise", "127.0.0.1:1,127.0.0.1:2"], "2 advertised"),
+        (&["device", "--name", "d", "--advertise", "127.0.0.1:1"], "--data-port"),
     ];
     for (args, named) in cases {
         let output = sumac(args);

@@ -2,12 +2,10 @@
 
 mod common;
 
-use common::{Dir, exit_status, npy_f32, stderr};
+use common::{Dir, Process, children, exit_status, npy_f32, stderr};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
-use std::fs;
+use rustix::process::{Pid, Signal, kill_process};
 use std::io::{BufRead, BufReader, Read};
-use std::os::fd::OwnedFd;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 
 /// A supervisor and what it has started. A test that fails takes it along.
@@ -16,13 +14,6 @@ struct Running {
     supervisor: Option<Child>,
     stdout: BufReader<ChildStdout>,
     children: Vec<Process>,
-}
-
-/// A child of the supervisor; the file becomes readable when it ends.
-struct Process {
-    pid: Pid,
-    command: String,
-    ended: OwnedFd,
 }
 
 impl Running {
@@ -79,27 +70,6 @@ impl Drop for Running {
             let _ = supervisor.wait();
         }
     }
-}
-
-/// Return the children of a process.
-fn children(parent: u32) -> Vec<Process> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir("/proc").expect("/proc").flatten() {
-        let path = entry.path();
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw) else {
-            continue;
-        };
-        // A process that ends meanwhile is nobody's child.
-        let Ok(status) = fs::read_to_string(path.join("status")) else { continue };
-        if !status.lines().any(|line| line.strip_prefix("PPid:").is_some_and(|ppid| ppid.trim() == parent.to_string()))
-        {
-            continue;
-        }
-        let Ok(ended) = pidfd_open(pid, PidfdFlags::empty()) else { continue };
-        let command = fs::read_to_string(path.join("cmdline")).unwrap_or_default().replace('\0', " ");
-        found.push(Process { pid, command, ended });
-    }
-    found
 }
 
 #[test]

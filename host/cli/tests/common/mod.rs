@@ -3,9 +3,10 @@
 // Each test binary uses its part of this.
 #![allow(dead_code)]
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 
@@ -27,7 +28,7 @@ pub(crate) fn exit_status(output: &Output) -> i32 {
     output.status.code().unwrap_or_else(|| panic!("ended by a signal: {}", output.status))
 }
 
-/// A controller or device that is killed with the test if nothing ended it before.
+/// A controller, device or rank that is killed with the test if nothing ended it before.
 pub(crate) struct Server {
     process: Child,
     stdout: BufReader<ChildStdout>,
@@ -35,10 +36,20 @@ pub(crate) struct Server {
 
 /// Start a command that serves.
 pub(crate) fn serve(args: &[&str]) -> Server {
+    serve_with(args, "")
+}
+
+/// Start a command that reads `stdin` to its end and then serves, or does what it was told there.
+pub(crate) fn serve_with(args: &[&str], stdin: &str) -> Server {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sumac"));
-    let mut process = command.args(args).stdout(Stdio::piped()).spawn().expect("started");
+    // The kernel ends it with the test's thread, should the test not come to drop it.
+    command.args(args).env("SUMAC_SUPERVISOR", std::process::id().to_string());
+    let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("started");
+    let mut to = process.stdin.take().expect("piped");
     let stdout = BufReader::new(process.stdout.take().expect("piped"));
-    Server { process, stdout }
+    let server = Server { process, stdout };
+    to.write_all(stdin.as_bytes()).expect("read by the command");
+    server
 }
 
 impl Server {
@@ -47,6 +58,13 @@ impl Server {
         let mut line = String::new();
         self.stdout.read_line(&mut line).expect("a line");
         line.trim_end().to_owned()
+    }
+
+    /// Return what is left of its stdout, once it has ended by itself.
+    pub(crate) fn expect_success(mut self) -> Vec<String> {
+        let lines = self.stdout.by_ref().lines().map(|line| line.expect("a line")).collect();
+        assert_eq!(self.process.wait().expect("ended").code(), Some(0), "{lines:?}");
+        lines
     }
 
     /// End it as Ctrl-C would.
@@ -61,6 +79,34 @@ impl Drop for Server {
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
+}
+
+/// A child of some process; the file becomes readable when it ends.
+pub(crate) struct Process {
+    pub(crate) pid: Pid,
+    pub(crate) command: String,
+    pub(crate) ended: OwnedFd,
+}
+
+/// Return the children of a process.
+pub(crate) fn children(parent: u32) -> Vec<Process> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc").expect("/proc").flatten() {
+        let path = entry.path();
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw) else {
+            continue;
+        };
+        // A process that ends meanwhile is nobody's child.
+        let Ok(status) = fs::read_to_string(path.join("status")) else { continue };
+        if !status.lines().any(|line| line.strip_prefix("PPid:").is_some_and(|ppid| ppid.trim() == parent.to_string()))
+        {
+            continue;
+        }
+        let Ok(ended) = pidfd_open(pid, PidfdFlags::empty()) else { continue };
+        let command = fs::read_to_string(path.join("cmdline")).unwrap_or_default().replace('\0', " ");
+        found.push(Process { pid, command, ended });
+    }
+    found
 }
 
 /// A directory that is gone with the test.

@@ -1,0 +1,72 @@
+//! Which addresses a board listens on and announces, and which it refuses. No controller is needed for either.
+
+use super::{Board, BoardConfig, BoardError};
+use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use sumac_hal::port::Addr;
+use sumac_hal::udp::UdpError;
+
+/// A small board whose controller does not exist: nobody listens on TCP port 9 (discard, RFC 863).
+fn config(shards: u16) -> BoardConfig {
+    let controller = SocketAddr::from((Ipv4Addr::LOCALHOST, 9));
+    BoardConfig { shards, slots: 8, slot_memory_bytes: 1 << 16, ..BoardConfig::new("board", controller) }
+}
+
+fn refused(config: BoardConfig) -> BoardError {
+    Board::start(config).expect_err("refused")
+}
+
+fn addr(port: u16) -> SocketAddr {
+    SocketAddr::from(([192, 0, 2, 1], port))
+}
+
+#[test]
+fn advertised_addresses_are_announced_instead_of_the_ports() {
+    let plain = Board::start(config(2)).expect("a board");
+    assert!(plain.data_addrs().all(|addr| matches!(addr, Addr::Udp(addr) if addr.ip().is_loopback())));
+    let translated = BoardConfig { advertise: Some(vec![addr(70), addr(9)]), ..config(2) };
+    let translated = Board::start(translated).expect("a board");
+    assert!(translated.data_addrs().eq([Addr::Udp(addr(70)), Addr::Udp(addr(9))]));
+}
+
+#[test]
+fn the_first_data_port_is_the_one_asked_for() {
+    let taken = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
+    let port = taken.local_addr().expect("bound").port();
+    let error = refused(BoardConfig { data_port: Some(port), ..config(1) });
+    assert!(
+        matches!(&error, BoardError::Port(UdpError::Io { addr, .. }) if addr.port() == port),
+        "{error} is not about port {port}"
+    );
+}
+
+#[test]
+fn the_following_shards_take_the_next_ports() {
+    // A loopback address of this process's own: there, ports are free. They are below those that the system gives out.
+    let [_, a, b, c] = std::process::id().to_be_bytes();
+    let own = Ipv4Addr::new(127, 128 | a, b, c);
+    let taken = UdpSocket::bind((own, 7901)).expect("nobody else uses this address");
+    let config = BoardConfig { bind: own.into(), data_port: Some(7900), ..config(2) };
+    let error = refused(config.clone());
+    assert!(matches!(&error, BoardError::Port(UdpError::Io { addr, .. }) if addr.port() == 7901), "{error}");
+    drop(taken);
+    let board = Board::start(config).expect("both ports are free");
+    let ports = board.data_addrs().map(|addr| if let Addr::Udp(addr) = addr { addr.port() } else { 0 });
+    assert!(ports.eq([7900, 7901]));
+}
+
+#[test]
+fn addresses_that_can_not_be_meant_are_named() {
+    let advertise = |addrs: &[SocketAddr]| Some(addrs.to_vec());
+    let cases = [
+        (BoardConfig { data_port: Some(0), ..config(1) }, "from data port 0 on"),
+        (BoardConfig { data_port: Some(65_535), ..config(2) }, "2 shards from data port 65535 on"),
+        (BoardConfig { advertise: advertise(&[]), ..config(1) }, "0 advertised address(es) for 1 shard(s)"),
+        (BoardConfig { advertise: advertise(&[addr(1), addr(2)]), ..config(1) }, "2 advertised address(es) for 1"),
+        (BoardConfig { advertise: advertise(&[addr(0)]), ..config(1) }, "192.0.2.1:0"),
+        (BoardConfig { advertise: advertise(&[([0, 0, 0, 0], 7).into()]), ..config(1) }, "0.0.0.0:7"),
+    ];
+    for (config, named) in cases {
+        let said = refused(config).to_string();
+        assert!(said.contains(named), "{said}");
+    }
+}
