@@ -18,6 +18,9 @@ use std::time::{Duration, Instant};
 /// How often a wait yields before it sleeps.
 const YIELDS: u32 = 4;
 
+/// A yield that took this long went to somebody who computes, not to a peer that answers.
+const LONG_YIELD: Duration = Duration::from_micros(200);
+
 struct Shared {
     raised: AtomicBool,
     event: OwnedFd,
@@ -87,6 +90,10 @@ impl UdpPort {
             } else if yields < YIELDS {
                 yields += 1;
                 std::thread::yield_now();
+                // Whoever took a whole slice will take the next: a sleeper is preferred when its packet comes.
+                if now.elapsed() > LONG_YIELD {
+                    yields = YIELDS;
+                }
             } else {
                 self.sleep(deadline.map(|deadline| deadline - now));
             }
