@@ -3,7 +3,7 @@
 //! The numbers are wire format and frozen; the gaps belong to types and operators that later versions add,
 //! so an unknown number is refused by name instead of being taken for something else.
 
-use crate::ids::Rank;
+use crate::ids::{ChunkNo, Rank};
 use core::fmt;
 use serde::{Deserialize, Serialize};
 
@@ -187,6 +187,18 @@ impl OpDesc {
         bytes[16..20].copy_from_slice(&table_version.to_le_bytes());
         crate::wire::crc32c(&bytes)
     }
+
+    /// Return the signature of the operation in a tree, where it begins at seq `first`.
+    ///
+    /// The first seq keeps operations apart that are called alike but begin at different seqs: they follow one that
+    /// some rank called with another number of chunks. Their chunks must not combine, whichever shard sees them
+    /// first.
+    pub fn tree_signature(&self, path: Path, table_version: u32, first: ChunkNo) -> u32 {
+        let mut bytes = [0_u8; 12];
+        bytes[..4].copy_from_slice(&self.signature(path, table_version).to_le_bytes());
+        bytes[4..].copy_from_slice(&first.0.to_le_bytes());
+        crate::wire::crc32c(&bytes)
+    }
 }
 
 impl fmt::Display for OpDesc {
@@ -217,6 +229,8 @@ mod tests {
             base.signature(Path::Tree, 2),
         ];
         assert!(others.iter().all(|&other| other != sig));
+        let at = |seq| base.tree_signature(Path::Tree, 1, ChunkNo(seq));
+        assert!(at(0) != at(1) && at(0) != at(1 << 40));
     }
 
     #[test]

@@ -220,7 +220,10 @@ impl Live<'_> {
         slot.state = State::Refused;
         slot.value_len = 0;
         slot.value_crc = None;
-        self.group.refusal.get_or_insert(failure);
+        // The root's word is about the lowest chunk: what is told of a later one must not take its place.
+        if self.group.refusal.is_none_or(|earlier| failure.from < earlier.from) {
+            self.group.refusal = Some(failure);
+        }
         self.group.up.insert(index);
     }
 

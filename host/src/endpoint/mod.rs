@@ -204,7 +204,8 @@ impl Endpoint {
     /// Post an operation. On [`Path::Tree`] it runs through the tree; on any other path it only tells the tree
     /// what this rank calls, so that ranks which call different things find out (PROTOCOL 2).
     ///
-    /// An operation without elements uses no seq and completes as soon as those before it have.
+    /// An operation without elements is one `Empty`, like a barrier: ranks that call it and ranks that call
+    /// something else find out (PROTOCOL 1 gives it no seq at all, which lets one rank go on where another waits).
     ///
     /// # Errors
     /// [`PostError`] if the group has failed or too much is in flight.
@@ -212,7 +213,7 @@ impl Endpoint {
         if let Some(error) = self.failed {
             return Err(error.into());
         }
-        let signature = desc.signature(path, self.config.table_version);
+        let signature = desc.tree_signature(path, self.config.table_version, ChunkNo(self.ops.end()));
         self.ops.post(desc, signature, path == Path::Tree)
     }
 

@@ -40,7 +40,7 @@ pub(super) struct Op {
 impl Op {
     /// Return the bytes of the buffer that chunk `seq` is about; `None` if it carries none.
     pub(super) fn chunk(&self, seq: u64) -> Option<Range<usize>> {
-        let size = self.desc.dtype.filter(|_| self.chunk_elements > 0)?.size_bytes() as u64;
+        let size = self.desc.dtype.filter(|_| self.chunk_elements > 0 && self.desc.count > 0)?.size_bytes() as u64;
         let start = (seq - self.first) * self.chunk_elements;
         let end = (start + self.chunk_elements).min(self.desc.count);
         Some((start * size) as usize..(end * size) as usize)
@@ -81,7 +81,7 @@ impl Ops {
             Some(dtype) if carries => self.chunk_elements(dtype),
             _ => 0,
         };
-        let seqs = if chunk_elements > 0 { desc.count.div_ceil(chunk_elements) } else { 1 };
+        let seqs = if chunk_elements > 0 { desc.count.div_ceil(chunk_elements).max(1) } else { 1 };
         let first = self.end;
         self.end += seqs;
         self.queue.push_back(Op { id, desc, signature, first, end: self.end, landed: 0, chunk_elements });
@@ -115,7 +115,7 @@ impl Ops {
         self.retire();
     }
 
-    /// Complete what is complete, in the order of posting; an operation without elements as soon as it is first.
+    /// Complete what is complete, in the order of posting.
     fn retire(&mut self) {
         while let Some(op) = self.queue.front().filter(|op| op.landed == op.end - op.first) {
             self.completed.push_back(op.id);

@@ -219,7 +219,7 @@ fn chunk_elements(desc: &OpDesc, chunk_len_bytes: u16) -> u64 {
 fn count_chunks(desc: &OpDesc, chunk_len_bytes: u16) -> u64 {
     match desc.collective {
         Collective::Barrier => 1,
-        _ => desc.count.div_ceil(chunk_elements(desc, chunk_len_bytes)),
+        _ => desc.count.div_ceil(chunk_elements(desc, chunk_len_bytes)).max(1),
     }
 }
 
