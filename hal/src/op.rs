@@ -53,8 +53,44 @@ wire_enum! {
     Collective, "collective" {
         /// Everybody contributes, everybody receives.
         AllReduce = 1, "all_reduce";
+        /// Everybody contributes, the root receives.
+        Reduce = 2, "reduce";
+        /// The root contributes, everybody receives.
+        Broadcast = 3, "broadcast";
+        /// Everybody contributes, the owner of a block receives it.
+        ReduceScatter = 4, "reduce_scatter";
+        /// The owner of a block contributes it, everybody receives.
+        AllGather = 5, "all_gather";
         /// Nobody contributes data, nobody receives any; everybody waits for everybody.
         Barrier = 6, "barrier";
+        /// The owner of a block contributes it, the root receives. By schedules only.
+        Gather = 7, "gather";
+        /// The root contributes, the owner of a block receives it. By schedules only.
+        Scatter = 8, "scatter";
+        /// Every rank has a block for every rank. By schedules only.
+        AllToAll = 9, "all_to_all";
+        /// The same with blocks of any length. By schedules only.
+        AllToAllV = 10, "all_to_all_v";
+    }
+}
+
+impl Collective {
+    /// Tell whether contributions combine: then the operation has an operator, else its elements are only moved.
+    pub const fn reduces(self) -> bool {
+        matches!(self, Self::AllReduce | Self::Reduce | Self::ReduceScatter)
+    }
+
+    /// Tell whether one rank has another part than the others: its root.
+    pub const fn is_rooted(self) -> bool {
+        matches!(self, Self::Reduce | Self::Broadcast | Self::Gather | Self::Scatter)
+    }
+
+    /// Tell whether an aggregation tree can do it, as one contribution and one answer for each chunk.
+    pub const fn is_offloadable(self) -> bool {
+        matches!(
+            self,
+            Self::AllReduce | Self::Reduce | Self::Broadcast | Self::ReduceScatter | Self::AllGather | Self::Barrier
+        )
     }
 }
 
@@ -158,7 +194,7 @@ pub struct OpDesc {
     pub op: Option<ReduceOp>,
     /// The root of rooted collectives; rank 0 otherwise.
     pub root: Rank,
-    /// The number of elements of the whole operation.
+    /// The number of elements of the whole operation: over all blocks where ranks own blocks.
     pub count: u64,
 }
 
@@ -166,6 +202,26 @@ impl OpDesc {
     /// Describe an all-reduce of `count` elements.
     pub const fn all_reduce(dtype: Dtype, op: ReduceOp, count: u64) -> Self {
         Self { collective: Collective::AllReduce, dtype: Some(dtype), op: Some(op), root: Rank(0), count }
+    }
+
+    /// Describe a reduction of `count` elements to `root`.
+    pub const fn reduce(dtype: Dtype, op: ReduceOp, root: Rank, count: u64) -> Self {
+        Self { collective: Collective::Reduce, dtype: Some(dtype), op: Some(op), root, count }
+    }
+
+    /// Describe a broadcast of `count` elements from `root`.
+    pub const fn broadcast(dtype: Dtype, root: Rank, count: u64) -> Self {
+        Self { collective: Collective::Broadcast, dtype: Some(dtype), op: None, root, count }
+    }
+
+    /// Describe a reduce-scatter of `count` elements over all blocks.
+    pub const fn reduce_scatter(dtype: Dtype, op: ReduceOp, count: u64) -> Self {
+        Self { collective: Collective::ReduceScatter, dtype: Some(dtype), op: Some(op), root: Rank(0), count }
+    }
+
+    /// Describe an all-gather of `count` elements over all blocks.
+    pub const fn all_gather(dtype: Dtype, count: u64) -> Self {
+        Self { collective: Collective::AllGather, dtype: Some(dtype), op: None, root: Rank(0), count }
     }
 
     /// Describe a barrier.
@@ -204,8 +260,15 @@ impl OpDesc {
 impl fmt::Display for OpDesc {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.collective.fmt(f)?;
-        if let (Some(dtype), Some(op)) = (self.dtype, self.op) {
-            write!(f, " {dtype} {op} x {}", self.count)?;
+        if let Some(dtype) = self.dtype {
+            write!(f, " {dtype}")?;
+            if let Some(op) = self.op {
+                write!(f, " {op}")?;
+            }
+            write!(f, " x {}", self.count)?;
+        }
+        if self.collective.is_rooted() {
+            write!(f, ", root {}", self.root.0)?;
         }
         Ok(())
     }

@@ -1,5 +1,7 @@
 //! Tests of one endpoint, packet by packet, against a leaf node that the tests play themselves.
 
+mod sets;
+
 use super::*;
 use std::time::Duration;
 use sumac_hal::op::{Dtype, ReduceOp};
@@ -35,6 +37,8 @@ fn config(window: u16, shards: u32) -> EndpointConfig {
     EndpointConfig {
         group: GroupId(3),
         epoch: EPOCH,
+        rank: Rank(1),
+        ranks: 4,
         child: ChildIndex(1),
         key: KEY,
         parents: (0..shards).map(|shard| Addr::Emu(50 + shard)).collect(),

@@ -5,6 +5,7 @@ use crate::oracle::{Shape, weight};
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
 use sumac_hal::emu::{LinkConfig, RandomFaults};
+use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 
 /// Draws of one seed, in a fixed order.
@@ -121,7 +122,7 @@ impl Options {
             .map(|_| GroupOptions {
                 tree: draw.below(trees.len() as u64) as usize,
                 order: draw.one_of(&[Order::Arrival, Order::TreeFold, Order::TreePairwise]),
-                ops: draw_ops(&mut draw, chunk_len_bytes, most_chunks),
+                ops: draw_ops(&mut draw, ranks, chunk_len_bytes, most_chunks),
             })
             .collect();
         let (faults, skew_max) = draw_faults(&mut draw);
@@ -138,7 +139,7 @@ impl Options {
             skew_max,
             scenario: Scenario::Calm,
         };
-        options.scenario = Scenario::draw(kind, &mut draw, &mut options);
+        options.scenario = Scenario::draw(kind, &mut draw, &options);
         options
     }
 
@@ -194,7 +195,7 @@ fn draw_shape(draw: &mut Draw, ranks: usize, levels: u64, next: &mut usize) -> S
     Shape::Node(children)
 }
 
-fn draw_ops(draw: &mut Draw, chunk_len_bytes: u16, most_chunks: u64) -> Vec<OpDesc> {
+fn draw_ops(draw: &mut Draw, ranks: usize, chunk_len_bytes: u16, most_chunks: u64) -> Vec<OpDesc> {
     let count = 1 + draw.below(6);
     (0..count)
         .map(|_| {
@@ -206,7 +207,14 @@ fn draw_ops(draw: &mut Draw, chunk_len_bytes: u16, most_chunks: u64) -> Vec<OpDe
             let most = chunk * most_chunks;
             let count = draw.one_of(&[0, 1, 2, chunk - 1, chunk, chunk + 1, 2 * chunk, most]);
             let count = if draw.chance(500) { count } else { draw.below(most) };
-            OpDesc::all_reduce(dtype, draw.one_of(ReduceOp::ALL), count)
+            let (op, root) = (draw.one_of(ReduceOp::ALL), Rank(draw.below(ranks as u64) as u32));
+            match draw.below(8) {
+                0 => OpDesc::reduce(dtype, op, root, count),
+                1 => OpDesc::broadcast(dtype, root, count),
+                2 => OpDesc::reduce_scatter(dtype, op, count),
+                3 => OpDesc::all_gather(dtype, count),
+                _ => OpDesc::all_reduce(dtype, op, count),
+            }
         })
         .collect()
 }
