@@ -150,11 +150,10 @@ impl Live<'_> {
         }
         let Some(kernel) = slot.kernel() else { return false };
         let partial = repr.flags.contains(Flags::PARTIAL);
-        let size = if partial { kernel.accumulator() } else { kernel.dtype() }.size_bytes();
-        let elements = payload.len() / size;
-        let limit = usize::from(self.group.config.chunk_len_bytes) / kernel.accumulator().size_bytes();
-        let fits = payload.len().is_multiple_of(size) && (1..=limit).contains(&elements);
-        fits && usize::try_from(*slot.elements.get_or_insert(elements as u32)) == Ok(elements)
+        let Some(elements) = kernel.count(payload.len(), partial) else { return false };
+        let limit = usize::from(self.group.config.chunk_len_bytes) / kernel.accumulator_bytes();
+        (1..=limit).contains(&elements)
+            && usize::try_from(*slot.elements.get_or_insert(elements as u32)) == Ok(elements)
     }
 
     fn combine(&mut self, index: usize, child: usize, repr: &Repr, payload: &[u8]) {
@@ -177,7 +176,7 @@ impl Live<'_> {
         let slot = self.slots[index];
         let elements = slot.elements.unwrap_or(0);
         let kernel = slot.kernel().filter(|_| !slot.data.is_empty());
-        let len = kernel.map_or(0, |kernel| elements as usize * kernel.accumulator().size_bytes());
+        let len = kernel.map_or(0, |kernel| elements as usize * kernel.accumulator_bytes());
         self.slots[index].value_len = len as u16;
         if self.group.parent.is_some() {
             self.slots[index].state = State::Up;
@@ -185,8 +184,9 @@ impl Live<'_> {
             return;
         }
         if let Some(kernel) = kernel {
+            let ranks = self.group.config.ranks.get();
             let stages = self.stages(index, kernel, elements);
-            let len = kernel.finish(&mut stages.bytes[..len], elements as usize);
+            let len = kernel.finish(&mut stages.bytes[..len], elements as usize, ranks);
             self.slots[index].value_len = len as u16;
         }
         self.answer(index);

@@ -349,7 +349,7 @@ impl Live<'_> {
         let stride = usize::from(self.group.config.chunk_len_bytes);
         let slot_len = stride * self.group.stages;
         let bytes = &mut self.bytes[index * slot_len..][..slot_len];
-        Stages { bytes, stride, len: elements as usize * kernel.accumulator().size_bytes() }
+        Stages { bytes, stride, len: elements as usize * kernel.accumulator_bytes() }
     }
 
     /// Return where the value of slot `index` lies in the group's bytes: at the start of its buffers.

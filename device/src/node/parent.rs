@@ -49,7 +49,7 @@ impl Live<'_> {
             let reason = if duplicate { DropReason::Duplicate } else { DropReason::Unexpected };
             return self.common.drop_packet(reason);
         }
-        let size = slot.op.dtype.map_or(0, |dtype| dtype.size_bytes());
+        let size = slot.op.element_bytes();
         let expected = slot.elements.map_or(payload.len(), |elements| elements as usize * size);
         let limit = usize::from(self.group.config.chunk_len_bytes);
         let fits = match repr.kind {

@@ -153,7 +153,7 @@ mod tests {
                 kernel.combine(&mut acc, &source, false);
             }
         }
-        let len = kernel.finish(&mut acc, COUNT);
+        let len = kernel.finish(&mut acc, COUNT, RANKS);
         acc.truncate(len);
         acc
     }

@@ -3,7 +3,7 @@
 use super::PostError;
 use std::collections::VecDeque;
 use std::ops::Range;
-use sumac_hal::op::{Collective, Dtype, OpDesc};
+use sumac_hal::op::{Collective, OpDesc};
 
 /// The most operations in flight in one group.
 const MAX_OPS: usize = 1024;
@@ -40,7 +40,7 @@ pub(super) struct Op {
 impl Op {
     /// Return the bytes of the buffer that chunk `seq` is about; `None` if it carries none.
     pub(super) fn chunk(&self, seq: u64) -> Option<Range<usize>> {
-        let size = self.desc.dtype.filter(|_| self.chunk_elements > 0)?.size_bytes() as u64;
+        let size = self.desc.dtype.filter(|_| self.chunk_elements > 0).map(|_| self.desc.element_bytes() as u64)?;
         let start = (seq - self.first) * self.chunk_elements;
         let end = (start + self.chunk_elements).min(self.desc.count);
         Some((start * size) as usize..(end * size) as usize)
@@ -77,10 +77,7 @@ impl Ops {
         let id = OpId(self.next_id);
         self.next_id += 1;
         let carries = offloaded && desc.collective != Collective::Barrier;
-        let chunk_elements = match desc.dtype {
-            Some(dtype) if carries => self.chunk_elements(dtype),
-            _ => 0,
-        };
+        let chunk_elements = if carries { self.chunk_elements(&desc) } else { 0 };
         let seqs = if chunk_elements > 0 { desc.count.div_ceil(chunk_elements) } else { 1 };
         let first = self.end;
         self.end += seqs;
@@ -90,8 +87,8 @@ impl Ops {
     }
 
     /// Return how many elements fit a chunk: as many as its partial results, in the accumulator type (PROTOCOL 1).
-    fn chunk_elements(&self, dtype: Dtype) -> u64 {
-        (self.chunk_len_bytes / dtype.accumulator().size_bytes().max(dtype.size_bytes())) as u64
+    fn chunk_elements(&self, desc: &OpDesc) -> u64 {
+        self.chunk_len_bytes.checked_div(desc.partial_bytes()).unwrap_or(0) as u64
     }
 
     /// Return the seq after the last posted.
