@@ -92,7 +92,7 @@ impl Cluster<'_, '_> {
                     return Err(Violation::Torn { group, rank, op, chunk: 0 });
                 }
             } else if (op as u64) < member.done {
-                let size = common.dtype.map_or(1, |dtype| dtype.size_bytes());
+                let size = common.element_bytes().max(1);
                 let wrong = found.chunks(size).zip(&result).position(|(found, expected)| found != expected);
                 if let Some(element) = wrong {
                     let (found, expected) = (found[element * size..][..size].to_vec(), result[element].clone());
@@ -108,8 +108,10 @@ impl Cluster<'_, '_> {
     /// Each chunk of an operation that did not complete is wholly old or wholly new.
     fn check_partly(&self, group: usize, rank: usize, op: usize, result: &[u8]) -> Result<(), Violation> {
         let desc = self.options.groups[group].ops[op];
-        let Some(dtype) = desc.dtype else { return Ok(()) };
-        let chunk = chunk_elements(&desc, self.options.chunk_len_bytes) as usize * dtype.size_bytes();
+        if desc.dtype.is_none() {
+            return Ok(());
+        }
+        let chunk = chunk_elements(&desc, self.options.chunk_len_bytes) as usize * desc.element_bytes();
         let before = input_of(self.options, group, rank, op);
         let found = &self.members[rank][group].memory.buffers[op];
         let chunks = found.chunks(chunk).zip(before.chunks(chunk)).zip(result.chunks(chunk));
@@ -212,8 +214,7 @@ fn equal(what: &'static str, found: u64, expected: u64) -> Result<(), Violation>
 
 /// How many elements a chunk holds, as PROTOCOL 1 has it: as many as their partial results fit.
 fn chunk_elements(desc: &OpDesc, chunk_len_bytes: u16) -> u64 {
-    let size = desc.dtype.map_or(1, |dtype| dtype.accumulator().size_bytes());
-    u64::from(chunk_len_bytes) / size as u64
+    u64::from(chunk_len_bytes) / desc.partial_bytes().max(1) as u64
 }
 
 fn count_chunks(desc: &OpDesc, chunk_len_bytes: u16) -> u64 {

@@ -6,6 +6,7 @@ use std::time::Duration;
 use sumac_hal::ctrl::Order;
 use sumac_hal::emu::{LinkConfig, RandomFaults};
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
+use sumac_hal::reduce::Kernel;
 
 /// Draws of one seed, in a fixed order.
 #[derive(Debug, Clone)]
@@ -201,14 +202,21 @@ fn draw_ops(draw: &mut Draw, chunk_len_bytes: u16, most_chunks: u64) -> Vec<OpDe
             if draw.chance(200) {
                 return OpDesc::barrier();
             }
-            let dtype = draw.one_of(Dtype::ALL);
-            let chunk = u64::from(chunk_len_bytes) / dtype.accumulator().size_bytes() as u64;
+            let desc = draw_all_reduce(draw);
+            let chunk = u64::from(chunk_len_bytes) / desc.partial_bytes() as u64;
             let most = chunk * most_chunks;
             let count = draw.one_of(&[0, 1, 2, chunk - 1, chunk, chunk + 1, 2 * chunk, most]);
             let count = if draw.chance(500) { count } else { draw.below(most) };
-            OpDesc::all_reduce(dtype, draw.one_of(ReduceOp::ALL), count)
+            OpDesc { count, ..desc }
         })
         .collect()
+}
+
+/// A type and an operator that go together, as an all-reduce of no elements yet.
+pub(super) fn draw_all_reduce(draw: &mut Draw) -> OpDesc {
+    let dtype = draw.one_of(Dtype::ALL);
+    let ops: Vec<ReduceOp> = ReduceOp::ALL.iter().copied().filter(|&op| Kernel::new(dtype, op).is_some()).collect();
+    OpDesc::all_reduce(dtype, draw.one_of(&ops), 0)
 }
 
 /// Swarm testing (Groce et al. 2012): whole kinds of fault are off at random, so that rare mixes appear.

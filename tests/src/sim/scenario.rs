@@ -1,8 +1,9 @@
 //! What happens to a cluster besides faulty links, and what each rank has to be told then.
 
-use super::options::{Draw, Options};
+use super::options::{Draw, Options, draw_all_reduce};
 use std::time::Duration;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
+use sumac_hal::reduce::Kernel;
 
 /// The kinds of scenario.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,17 +100,19 @@ fn draw_mismatch(draw: &mut Draw, options: &mut Options) -> Scenario {
 
 fn other_call(draw: &mut Draw, common: &OpDesc) -> OpDesc {
     let (Some(dtype), Some(reduce)) = (common.dtype, common.op) else {
-        return OpDesc::all_reduce(draw.one_of(Dtype::ALL), draw.one_of(ReduceOp::ALL), 1 + draw.below(300));
+        return OpDesc { count: 1 + draw.below(300), ..draw_all_reduce(draw) };
     };
     let count = common.count.max(1);
     match draw.below(4) {
         0 => OpDesc::barrier(),
         1 => {
-            let others: Vec<Dtype> = Dtype::ALL.iter().copied().filter(|&other| other != dtype).collect();
+            let fits = |other: &Dtype| *other != dtype && Kernel::new(*other, reduce).is_some();
+            let others: Vec<Dtype> = Dtype::ALL.iter().copied().filter(fits).collect();
             OpDesc::all_reduce(draw.one_of(&others), reduce, count)
         }
         2 => {
-            let others: Vec<ReduceOp> = ReduceOp::ALL.iter().copied().filter(|&other| other != reduce).collect();
+            let fits = |other: &ReduceOp| *other != reduce && Kernel::new(dtype, *other).is_some();
+            let others: Vec<ReduceOp> = ReduceOp::ALL.iter().copied().filter(fits).collect();
             OpDesc::all_reduce(dtype, draw.one_of(&others), count)
         }
         _ => OpDesc::all_reduce(dtype, reduce, if draw.chance(500) { count + 1 } else { count * 2 + draw.below(200) }),

@@ -11,7 +11,6 @@ use sumac::endpoint::{Buffers, Endpoint, EndpointError, OpId};
 use sumac_device::{Child, Group, Node, NodeConfig, Slot, Storage};
 use sumac_hal::ctrl::{Order, Request, Response, TreeConfig};
 use sumac_hal::ids::{BootId, Epoch};
-use sumac_hal::op::ReduceOp;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 
@@ -60,8 +59,9 @@ pub(super) fn input_of(options: &Options, group: usize, rank: usize, op: usize) 
 pub(super) fn element(options: &Options, group: usize, rank: usize, op: usize, i: u64) -> Vec<u8> {
     let desc = options.call(group, rank, op);
     let dtype = desc.dtype.expect("only operations with elements are asked");
-    let exact = options.order(group) == Order::Arrival && desc.op == Some(ReduceOp::Sum);
-    input(dtype, exact, &[options.seed, group as u64, rank as u64, op as u64, i])
+    let op = desc.op.expect("only operations with elements are asked");
+    let exact = options.order(group) == Order::Arrival;
+    input(dtype, op, exact, &[options.seed, group as u64, rank as u64, op as u64, i])
 }
 
 /// The memory of one shard of a device.
