@@ -3,7 +3,7 @@
 //! The numbers are wire format and frozen; the gaps belong to types and operators that later versions add,
 //! so an unknown number is refused by name instead of being taken for something else.
 
-use crate::ids::Rank;
+use crate::ids::{ChunkNo, Rank};
 use core::fmt;
 use serde::{Deserialize, Serialize};
 
@@ -53,8 +53,44 @@ wire_enum! {
     Collective, "collective" {
         /// Everybody contributes, everybody receives.
         AllReduce = 1, "all_reduce";
+        /// Everybody contributes, the root receives.
+        Reduce = 2, "reduce";
+        /// The root contributes, everybody receives.
+        Broadcast = 3, "broadcast";
+        /// Everybody contributes, the owner of a block receives it.
+        ReduceScatter = 4, "reduce_scatter";
+        /// The owner of a block contributes it, everybody receives.
+        AllGather = 5, "all_gather";
         /// Nobody contributes data, nobody receives any; everybody waits for everybody.
         Barrier = 6, "barrier";
+        /// The owner of a block contributes it, the root receives. By schedules only.
+        Gather = 7, "gather";
+        /// The root contributes, the owner of a block receives it. By schedules only.
+        Scatter = 8, "scatter";
+        /// Every rank has a block for every rank. By schedules only.
+        AllToAll = 9, "all_to_all";
+        /// The same with blocks of any length. By schedules only.
+        AllToAllV = 10, "all_to_all_v";
+    }
+}
+
+impl Collective {
+    /// Tell whether contributions combine: then the operation has an operator, else its elements are only moved.
+    pub const fn reduces(self) -> bool {
+        matches!(self, Self::AllReduce | Self::Reduce | Self::ReduceScatter)
+    }
+
+    /// Tell whether one rank has another part than the others: its root.
+    pub const fn is_rooted(self) -> bool {
+        matches!(self, Self::Reduce | Self::Broadcast | Self::Gather | Self::Scatter)
+    }
+
+    /// Tell whether an aggregation tree can do it, as one contribution and one answer for each chunk.
+    pub const fn is_offloadable(self) -> bool {
+        matches!(
+            self,
+            Self::AllReduce | Self::Reduce | Self::Broadcast | Self::ReduceScatter | Self::AllGather | Self::Barrier
+        )
     }
 }
 
@@ -209,7 +245,7 @@ pub struct OpDesc {
     pub op: Option<ReduceOp>,
     /// The root of rooted collectives; rank 0 otherwise.
     pub root: Rank,
-    /// The number of elements of the whole operation.
+    /// The number of elements of the whole operation: over all blocks where ranks own blocks.
     pub count: u64,
 }
 
@@ -217,6 +253,26 @@ impl OpDesc {
     /// Describe an all-reduce of `count` elements.
     pub const fn all_reduce(dtype: Dtype, op: ReduceOp, count: u64) -> Self {
         Self { collective: Collective::AllReduce, dtype: Some(dtype), op: Some(op), root: Rank(0), count }
+    }
+
+    /// Describe a reduction of `count` elements to `root`.
+    pub const fn reduce(dtype: Dtype, op: ReduceOp, root: Rank, count: u64) -> Self {
+        Self { collective: Collective::Reduce, dtype: Some(dtype), op: Some(op), root, count }
+    }
+
+    /// Describe a broadcast of `count` elements from `root`.
+    pub const fn broadcast(dtype: Dtype, root: Rank, count: u64) -> Self {
+        Self { collective: Collective::Broadcast, dtype: Some(dtype), op: None, root, count }
+    }
+
+    /// Describe a reduce-scatter of `count` elements over all blocks.
+    pub const fn reduce_scatter(dtype: Dtype, op: ReduceOp, count: u64) -> Self {
+        Self { collective: Collective::ReduceScatter, dtype: Some(dtype), op: Some(op), root: Rank(0), count }
+    }
+
+    /// Describe an all-gather of `count` elements over all blocks.
+    pub const fn all_gather(dtype: Dtype, count: u64) -> Self {
+        Self { collective: Collective::AllGather, dtype: Some(dtype), op: None, root: Rank(0), count }
     }
 
     /// Describe a barrier.
@@ -239,6 +295,18 @@ impl OpDesc {
         crate::wire::crc32c(&bytes)
     }
 
+    /// Return the signature of the operation in a tree, where it begins at seq `first`.
+    ///
+    /// The first seq keeps operations apart that are called alike but begin at different seqs: they follow one that
+    /// some rank called with another number of chunks. Their chunks must not combine, whichever shard sees them
+    /// first.
+    pub fn tree_signature(&self, path: Path, table_version: u32, first: ChunkNo) -> u32 {
+        let mut bytes = [0_u8; 12];
+        bytes[..4].copy_from_slice(&self.signature(path, table_version).to_le_bytes());
+        bytes[4..].copy_from_slice(&first.0.to_le_bytes());
+        crate::wire::crc32c(&bytes)
+    }
+
     /// Return the size of one element in bytes: of a value, or of a pair for operators with locations. 0 for an
     /// operation without elements.
     pub const fn element_bytes(&self) -> usize {
@@ -249,11 +317,11 @@ impl OpDesc {
     }
 
     /// Return the size of one element of a partial result in bytes: as [`OpDesc::element_bytes`], in the accumulator
-    /// type.
+    /// type. What is only moved has no partial form.
     pub const fn partial_bytes(&self) -> usize {
-        match self.dtype {
-            Some(dtype) => dtype.accumulator().size_bytes() * self.values_each(),
-            None => 0,
+        match (self.dtype, self.op) {
+            (Some(dtype), Some(_)) => dtype.accumulator().size_bytes() * self.values_each(),
+            _ => self.element_bytes(),
         }
     }
 
@@ -268,8 +336,15 @@ impl OpDesc {
 impl fmt::Display for OpDesc {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.collective.fmt(f)?;
-        if let (Some(dtype), Some(op)) = (self.dtype, self.op) {
-            write!(f, " {dtype} {op} x {}", self.count)?;
+        if let Some(dtype) = self.dtype {
+            write!(f, " {dtype}")?;
+            if let Some(op) = self.op {
+                write!(f, " {op}")?;
+            }
+            write!(f, " x {}", self.count)?;
+        }
+        if self.collective.is_rooted() {
+            write!(f, ", root {}", self.root.0)?;
         }
         Ok(())
     }
@@ -293,6 +368,8 @@ mod tests {
             base.signature(Path::Tree, 2),
         ];
         assert!(others.iter().all(|&other| other != sig));
+        let at = |seq| base.tree_signature(Path::Tree, 1, ChunkNo(seq));
+        assert!(at(0) != at(1) && at(0) != at(1 << 40));
     }
 
     #[test]
@@ -305,7 +382,9 @@ mod tests {
         assert_eq!(sizes(Dtype::F64, ReduceOp::Min), (8, 8));
         assert_eq!(sizes(Dtype::F32, ReduceOp::MinLoc), (8, 8));
         assert_eq!(sizes(Dtype::U64, ReduceOp::MaxLoc), (16, 16));
-        assert_eq!(OpDesc::barrier().element_bytes(), 0);
+        let moved = OpDesc::broadcast(Dtype::Bf16, Rank(0), 1);
+        assert_eq!((moved.element_bytes(), moved.partial_bytes()), (2, 2));
+        assert_eq!((OpDesc::barrier().element_bytes(), OpDesc::barrier().partial_bytes()), (0, 0));
     }
 
     #[test]

@@ -9,6 +9,7 @@ mod flow;
 mod fuzz;
 mod loss;
 mod model;
+mod sets;
 
 use super::{Node, NodeConfig};
 use crate::group::Child;

@@ -19,7 +19,7 @@ fn check(dtype: Dtype, values: &[u64], scalar: f64) {
 
 #[test]
 fn special_values_times_special_scalars() {
-    let whole = [0.0, -0.0, 1.0, -1.0, 3.0, 255.0, -129.0, 4_294_967_297.0, -9.223_372_036_854_775_808e18, 1e19];
+    let whole = [0.0, -0.0, 1.0, -1.0, 3.0, 255.0, -129.0, 4_294_967_297.0, -9.223_372_036_854_776e18, 1e19];
     let others = [0.1, -0.5, 1e-40, 1e39, -1e-320, f64::INFINITY, f64::NEG_INFINITY, f64::NAN, f64::MIN_POSITIVE];
     for &dtype in Dtype::ALL {
         for &scalar in whole.iter().chain(others.iter().filter(|_| !dtype.is_integer())) {
