@@ -54,26 +54,24 @@ macro_rules! steps {
 /// The first divisor that makes 0 of every 16-bit integer: no greater one need be told from it.
 const SHORT_DIVISOR_MAX: u32 = 1 << 17;
 
-// Vector units divide floats only. Truncating the rounded quotient is exact as long as rounding can't reach the next
-// integer: the exact quotient stays 1/ranks below it, while half a unit of an f32 is less than 2^-24 of a quotient
-// of at most 2^16 / ranks, and of an f64 2^-53 of 2^32 / ranks.
+// Vector units divide no integers, and floats slowly. Truncating (x + 1/2) / n gives x / n truncated, and keeps a
+// distance of 1/2n from the integers on both sides. Multiplying by a rounded 1/n errs by less than 2^-22 of the quotient
+// in f32, and 2^-51 in f64, which is less than that distance where x < 2^21, and x < 2^50.
 macro_rules! divide {
-    ($value:ident, $self:ident, short $wide:ident) => {
-        ($value as f32 / $self.ranks.min(SHORT_DIVISOR_MAX) as f32) as $wide as _
-    };
-    ($value:ident, $self:ident, long $wide:ident) => {
-        ($value as f64 / f64::from($self.ranks)) as $wide
-    };
+    ($value:ident, $float:ident, $divisor:expr, $wide:ident) => {{
+        let dividend = $value as $float;
+        ((dividend + (0.5 as $float).copysign(dividend)) * (1.0 / $divisor as $float)) as $wide
+    }};
 }
 
 steps! {
     Average {
-        i8 |self, value| divide!(value, self, short i32);
-        u8 |self, value| divide!(value, self, short i32);
-        i16 |self, value| divide!(value, self, short i32);
-        u16 |self, value| divide!(value, self, short i32);
-        i32 |self, value| divide!(value, self, long i32);
-        u32 |self, value| divide!(value, self, long u32);
+        i8 |self, value| divide!(value, f32, self.ranks.min(SHORT_DIVISOR_MAX), i32) as i8;
+        u8 |self, value| divide!(value, f32, self.ranks.min(SHORT_DIVISOR_MAX), i32) as u8;
+        i16 |self, value| divide!(value, f32, self.ranks.min(SHORT_DIVISOR_MAX), i32) as i16;
+        u16 |self, value| divide!(value, f32, self.ranks.min(SHORT_DIVISOR_MAX), i32) as u16;
+        i32 |self, value| divide!(value, f64, self.ranks, i32);
+        u32 |self, value| divide!(value, f64, self.ranks, u32);
         i64 |self, value| value / i64::from(self.ranks);
         u64 |self, value| value / u64::from(self.ranks);
         f32 |self, value| value / self.ranks as f32;
