@@ -90,11 +90,11 @@ impl Slot {
         Kernel::new(self.op.dtype?, self.op.op?)
     }
 
-    /// Return the length of an element in bytes: of a partial one, or of one of the operation's type. What is only
-    /// moved has no partial form. `None` for an operation without elements.
+    /// Return the length of an element in bytes: of a partial one, or of one of the operation's type. `None` for an
+    /// operation without elements.
     pub(crate) fn element_bytes(&self, partial: bool) -> Option<usize> {
-        let size_bytes = if partial { self.op.partial_bytes() } else { self.op.element_bytes() };
-        (size_bytes > 0).then_some(size_bytes)
+        let len = if partial { self.op.partial_bytes() } else { self.op.element_bytes() };
+        (len > 0).then_some(len)
     }
 
     /// Tell whether the answer to `child` is a Result, not a Done.

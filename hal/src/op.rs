@@ -317,7 +317,7 @@ impl OpDesc {
     }
 
     /// Return the size of one element of a partial result in bytes: as [`OpDesc::element_bytes`], in the accumulator
-    /// type. What is only moved has no partial form.
+    /// type. What is only moved has no other form.
     pub const fn partial_bytes(&self) -> usize {
         match (self.dtype, self.op) {
             (Some(dtype), Some(_)) => dtype.accumulator().size_bytes() * self.values_each(),
@@ -382,9 +382,9 @@ mod tests {
         assert_eq!(sizes(Dtype::F64, ReduceOp::Min), (8, 8));
         assert_eq!(sizes(Dtype::F32, ReduceOp::MinLoc), (8, 8));
         assert_eq!(sizes(Dtype::U64, ReduceOp::MaxLoc), (16, 16));
-        let moved = OpDesc::broadcast(Dtype::Bf16, Rank(0), 1);
+        let moved = OpDesc::all_gather(Dtype::F16, 1);
         assert_eq!((moved.element_bytes(), moved.partial_bytes()), (2, 2));
-        assert_eq!((OpDesc::barrier().element_bytes(), OpDesc::barrier().partial_bytes()), (0, 0));
+        assert_eq!(OpDesc::barrier().element_bytes(), 0);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use sumac_hal::ctrl::Order;
-use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
+use sumac_hal::op::{Collective, Dtype, Path, ReduceOp};
 
 /// What one rank is to do.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -77,7 +77,7 @@ pub(crate) struct Case {
 impl Case {
     /// Return the size of the operation in bytes.
     pub(crate) fn size_bytes(&self) -> u64 {
-        self.count * OpDesc::all_reduce(self.dtype, self.op, 1).element_bytes() as u64
+        self.count * self.dtype.size_bytes() as u64
     }
 }
 

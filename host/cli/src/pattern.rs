@@ -7,9 +7,13 @@
 //! - values depend on rank, element and iteration: a missing, doubled or stale contribution shows;
 //! - [`PERIOD`] is prime: a chunk that lands in another chunk's place shows, unless the two are a multiple of
 //!   65,521 elements apart;
-//! - sums and products are exact whatever their order, as every partial one is an integer that the type holds;
-//!   integers are hashed over their whole range and wrap.
+//! - results are exact whatever their order: floats are integers whose partial sums the type holds, or factors of a
+//!   power of two; integers are hashed over their whole range and wrap.
+//!
+//! Where elements are only moved the result is another rank's table; each is computed when it is first needed.
 
+use half::{bf16, f16};
+use std::cell::OnceCell;
 use sumac_hal::op::{Dtype, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
@@ -19,52 +23,61 @@ const PERIOD: usize = 65_521;
 /// How far an iteration shifts the values: a prime, so that the shifts of 65,521 iterations in a row differ.
 const STRIDE: usize = 7919;
 
-/// One rank's values, and everybody's result, of an element type and operator.
+/// What every rank multiplies its own contribution to a premultiplied sum by.
+pub(crate) const SCALE: f64 = 2.0;
+
+/// All ranks' values, and everybody's result, of an element type and operator.
 #[derive(Debug)]
 pub(crate) struct Pattern {
-    /// The size of an element.
-    size_bytes: usize,
-    own: Vec<u8>,
-    expected: Vec<u8>,
+    dtype: Dtype,
+    op: ReduceOp,
+    tables: Vec<OnceCell<Vec<u8>>>,
+    reduced: OnceCell<Vec<u8>>,
+}
+
+/// Whose values a buffer is compared with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Expected {
+    /// The reduction of all ranks'.
+    Reduced,
+    /// One rank's.
+    Of(u32),
 }
 
 impl Pattern {
-    /// Compute the tables of `rank` among `ranks`, for a type and an operator that go together.
-    pub(crate) fn new(dtype: Dtype, op: ReduceOp, rank: u32, ranks: u32) -> Self {
-        let size_bytes = if op.is_located() { 2 * dtype.size_bytes() } else { dtype.size_bytes() };
-        let (mut own, mut expected) = (Vec::new(), Vec::new());
-        for index in 0..PERIOD as u64 {
-            let value = |rank| value(dtype, op, rank, ranks, index);
-            // The index of a pair is the rank: of equal values the lowest rank's is kept.
-            let result = (0..ranks).map(|r| (value(r), r)).reduce(|a, b| combine(dtype, op, a, b));
-            let (result, index) = result.unwrap_or((0, 0));
-            push(dtype, value(rank), 1, &mut own);
-            push(dtype, result, if op == ReduceOp::Avg { ranks } else { 1 }, &mut expected);
-            if op.is_located() {
-                push_integer(dtype, rank.into(), &mut own);
-                push_integer(dtype, index.into(), &mut expected);
-            }
-        }
-        Self { size_bytes, own, expected }
+    /// Describe the values of `ranks` ranks.
+    pub(crate) fn new(dtype: Dtype, op: ReduceOp, ranks: u32) -> Self {
+        let tables = (0..ranks).map(|_| OnceCell::new()).collect();
+        Self { dtype, op, tables, reduced: OnceCell::new() }
     }
 
-    /// Write this rank's contribution to `iteration`; `buffer` holds whole elements.
-    pub(crate) fn fill(&self, buffer: &mut [u8], iteration: u64) {
+    /// Return the length of an element in bytes: of a value, or of a pair with its index.
+    pub(crate) fn element_bytes(&self) -> usize {
+        self.dtype.size_bytes() * if self.op.is_located() { 2 } else { 1 }
+    }
+
+    /// Write the contribution of `rank` to `iteration`, from element `first` on; `buffer` holds whole elements.
+    pub(crate) fn fill(&self, buffer: &mut [u8], rank: u32, iteration: u64, first: usize) {
         let mut at = 0;
-        for part in self.parts(&self.own, iteration, buffer.len()) {
+        for part in self.parts(self.table(rank), iteration, first, buffer.len()) {
             buffer[at..at + part.len()].copy_from_slice(part);
             at += part.len();
         }
     }
 
-    /// Return how many elements of `buffer` are not the result of `iteration`.
-    pub(crate) fn wrong(&self, buffer: &[u8], iteration: u64) -> u64 {
+    /// Return how many elements of `buffer` are not those of `iteration`, from element `first` on.
+    pub(crate) fn wrong(&self, buffer: &[u8], expected: Expected, iteration: u64, first: usize) -> u64 {
+        let table = match expected {
+            Expected::Reduced => self.reduced.get_or_init(|| self.reduce()),
+            Expected::Of(rank) => self.table(rank),
+        };
         let (mut at, mut wrong) = (0, 0);
-        for part in self.parts(&self.expected, iteration, buffer.len()) {
+        for part in self.parts(table, iteration, first, buffer.len()) {
             let found = &buffer[at..at + part.len()];
             at += part.len();
             if found != part {
-                let pairs = found.chunks(self.size_bytes).zip(part.chunks(self.size_bytes));
+                let size = self.element_bytes();
+                let pairs = found.chunks(size).zip(part.chunks(size));
                 wrong += pairs.filter(|(found, expected)| found != expected).count() as u64;
             }
         }
@@ -72,8 +85,14 @@ impl Pattern {
     }
 
     /// Return the runs of `table` that `len_bytes` bytes of `iteration` consist of.
-    fn parts<'a>(&self, table: &'a [u8], iteration: u64, len_bytes: usize) -> impl Iterator<Item = &'a [u8]> {
-        let shift = (iteration % PERIOD as u64) as usize * STRIDE % PERIOD * self.size_bytes;
+    fn parts<'a>(
+        &self,
+        table: &'a [u8],
+        iteration: u64,
+        first: usize,
+        len_bytes: usize,
+    ) -> impl Iterator<Item = &'a [u8]> {
+        let shift = ((iteration % PERIOD as u64) as usize * STRIDE + first % PERIOD) % PERIOD * self.element_bytes();
         let (mut from, mut left) = (shift, len_bytes);
         std::iter::from_fn(move || {
             let part = &table[from..table.len().min(from + left)];
@@ -81,93 +100,133 @@ impl Pattern {
             (!part.is_empty()).then_some(part)
         })
     }
+
+    fn table(&self, rank: u32) -> &[u8] {
+        self.tables[rank as usize].get_or_init(|| {
+            let mut bytes = Vec::new();
+            (0..PERIOD as u64).for_each(|index| self.push(self.value(rank, index), 1, &mut bytes));
+            bytes
+        })
+    }
+
+    /// Compute everybody's result in integers that hold every type's values.
+    fn reduce(&self) -> Vec<u8> {
+        let ranks = self.tables.len() as u32;
+        let divisor = if self.op == ReduceOp::Avg { ranks } else { 1 };
+        let factor = if self.op == ReduceOp::PremulSum { SCALE as i128 } else { 1 };
+        let mut bytes = Vec::new();
+        for index in 0..PERIOD as u64 {
+            let mut values = (0..ranks).map(|rank| self.value(rank, index));
+            let result = match self.op {
+                // These are not a fold of values: truth comes first.
+                ReduceOp::Land => (i128::from(values.all(|value| value.0 != 0)), 0),
+                ReduceOp::Lor => (i128::from(values.any(|value| value.0 != 0)), 0),
+                ReduceOp::Lxor => (i128::from(values.filter(|value| value.0 != 0).count() % 2 == 1), 0),
+                _ => values.reduce(|a, b| self.combine(a, b)).unwrap_or((0, 0)),
+            };
+            self.push((result.0.wrapping_mul(factor), result.1), divisor, &mut bytes);
+        }
+        bytes
+    }
+
+    fn combine(&self, a: (i128, u64), b: (i128, u64)) -> (i128, u64) {
+        match self.op {
+            ReduceOp::Min => (a.0.min(b.0), 0),
+            ReduceOp::Max => (a.0.max(b.0), 0),
+            ReduceOp::MinLoc => a.min(b),
+            ReduceOp::MaxLoc => {
+                if (a.0, b.1) > (b.0, a.1) {
+                    a
+                } else {
+                    b
+                }
+            }
+            ReduceOp::Band => (a.0 & b.0, 0),
+            ReduceOp::Bor => (a.0 | b.0, 0),
+            ReduceOp::Bxor => (a.0 ^ b.0, 0),
+            ReduceOp::Prod => (a.0.wrapping_mul(b.0), 0),
+            _ => (a.0.wrapping_add(b.0), 0),
+        }
+    }
+
+    /// Return a value of a rank and, where the operator has one, its index.
+    fn value(&self, rank: u32, index: u64) -> (i128, u64) {
+        let ranks = self.tables.len() as u32;
+        let hash = splitmix64(index ^ (u64::from(rank) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let location = if self.op.is_located() { splitmix64(hash) % 100 } else { 0 };
+        let value = match (self.dtype, exact_max(self.dtype)) {
+            // One factor of 2 among all ranks, the rest signs: every product is +-2.
+            (_, Some(_)) if self.op == ReduceOp::Prod => {
+                let sign = if hash & 1 == 0 { 1 } else { -1 };
+                if index % u64::from(ranks.max(1)) == u64::from(rank) { 2 * sign } else { sign }
+            }
+            // Beyond `exact_max` ranks (256 of bf16) no other value adds up exactly.
+            (_, Some(max)) if i64::from(rank) >= max => 0,
+            (_, Some(max)) => {
+                let most = (max / i64::from(ranks.max(1))).max(1);
+                i128::from((hash % (2 * most as u64 + 1)) as i64 - most)
+            }
+            (Dtype::I8, None) => i128::from(hash as i8),
+            (Dtype::U8, None) => i128::from(hash as u8),
+            (Dtype::I16, None) => i128::from(hash as i16),
+            (Dtype::U16, None) => i128::from(hash as u16),
+            (Dtype::I32, None) => i128::from(hash as i32),
+            (Dtype::U32, None) => i128::from(hash as u32),
+            (Dtype::I64, None) => i128::from(hash as i64),
+            (_, None) => i128::from(hash),
+        };
+        (value, location)
+    }
+
+    /// Append the quotient of a value in the type's bytes, and its index if there is one; integers wrap, and quotients
+    /// are of what is left then.
+    fn push(&self, (value, location): (i128, u64), divisor: u32, bytes: &mut Vec<u8>) {
+        let size = self.dtype.size_bytes();
+        let divisor = i128::from(divisor);
+        match self.dtype {
+            Dtype::F16 => bytes.extend(f16::from_f32(value as f32 / divisor as f32).to_le_bytes()),
+            Dtype::Bf16 => bytes.extend(bf16::from_f32(value as f32 / divisor as f32).to_le_bytes()),
+            Dtype::F32 => bytes.extend((value as f32 / divisor as f32).to_le_bytes()),
+            Dtype::F64 => bytes.extend((value as f64 / divisor as f64).to_le_bytes()),
+            Dtype::E4m3 | Dtype::E5m2 => {
+                let mut byte = [0];
+                let kernel = Kernel::new(self.dtype, ReduceOp::Sum).expect("every type has sums");
+                kernel.store(&mut byte, &(value as f32 / divisor as f32).to_le_bytes(), 1);
+                bytes.extend(byte);
+            }
+            dtype => bytes.extend(&(wrap(dtype, value) / divisor).to_le_bytes()[..size]),
+        }
+        if self.op.is_located() {
+            bytes.extend(&location.to_le_bytes()[..size]);
+        }
+    }
+}
+
+/// Return an integer as its type holds it.
+fn wrap(dtype: Dtype, value: i128) -> i128 {
+    match dtype {
+        Dtype::I8 => i128::from(value as i8),
+        Dtype::U8 => i128::from(value as u8),
+        Dtype::I16 => i128::from(value as i16),
+        Dtype::U16 => i128::from(value as u16),
+        Dtype::I32 => i128::from(value as i32),
+        Dtype::U32 => i128::from(value as u32),
+        Dtype::I64 => i128::from(value as i64),
+        _ => i128::from(value as u64),
+    }
 }
 
 /// Return the greatest integer up to which the type holds all of them, `None` where it wraps instead.
-fn exact_max(dtype: Dtype) -> Option<i128> {
-    let significand_bits = match dtype {
-        Dtype::E5m2 => 3,
-        Dtype::E4m3 => 4,
-        Dtype::Bf16 => 8,
-        Dtype::F16 => 11,
-        Dtype::F32 => 24,
-        Dtype::F64 => 53,
-        _ => return None,
-    };
-    Some(1 << significand_bits)
-}
-
-/// Return a value of a rank: for floats as large as lets all ranks' values add up exactly, or, for products, a power
-/// of two.
-///
-/// Beyond `exact_max` ranks (256 of bf16) there is no such value but 0: later ranks give that.
-fn value(dtype: Dtype, op: ReduceOp, rank: u32, ranks: u32, index: u64) -> i128 {
-    let hash = splitmix64(index ^ (u64::from(rank) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    match (op, exact_max(dtype)) {
-        (ReduceOp::Prod, Some(_)) => (if rank < 4 && hash & 2 != 0 { 2 } else { 1 }) * (1 - 2 * i128::from(hash & 1)),
-        // Odd, or a product of many would be 0.
-        (ReduceOp::Prod, None) => wrap(dtype, i128::from(hash | 1)),
-        // One in eight is false.
-        (ReduceOp::Land | ReduceOp::Lor | ReduceOp::Lxor, _) if hash & 7 == 0 => 0,
-        (_, Some(max)) if i128::from(rank) >= max => 0,
-        (_, Some(max)) => {
-            let most = (max / i128::from(ranks.max(1))).max(1);
-            i128::from(hash) % (2 * most + 1) - most
-        }
-        (_, None) => wrap(dtype, hash.into()),
-    }
-}
-
-/// Return an integer as the type holds it, modulo 2^bits.
-fn wrap(dtype: Dtype, value: i128) -> i128 {
-    let modulus = 1_i128 << (8 * dtype.size_bytes());
-    let value = value.rem_euclid(modulus);
-    let is_signed = matches!(dtype, Dtype::I8 | Dtype::I16 | Dtype::I32 | Dtype::I64);
-    if is_signed && value >= modulus / 2 { value - modulus } else { value }
-}
-
-/// Combine two (value, index).
-fn combine(dtype: Dtype, op: ReduceOp, (a, i): (i128, u32), (b, j): (i128, u32)) -> (i128, u32) {
-    let value = match op {
-        ReduceOp::Prod => a.wrapping_mul(b),
-        ReduceOp::Min | ReduceOp::MinLoc => a.min(b),
-        ReduceOp::Max | ReduceOp::MaxLoc => a.max(b),
-        ReduceOp::Band => a & b,
-        ReduceOp::Bor => a | b,
-        ReduceOp::Bxor => a ^ b,
-        ReduceOp::Land => i128::from(a != 0 && b != 0),
-        ReduceOp::Lor => i128::from(a != 0 || b != 0),
-        ReduceOp::Lxor => i128::from((a != 0) != (b != 0)),
-        _ => a + b,
-    };
-    let index = match (value == a, value == b) {
-        (true, true) => i.min(j),
-        (true, false) => i,
-        _ => j,
-    };
-    (if dtype.is_integer() { wrap(dtype, value) } else { value }, index)
-}
-
-/// Append the little-endian bytes of a quotient, as the type rounds it; of integers truncated.
-fn push(dtype: Dtype, dividend: i128, divisor: u32, bytes: &mut Vec<u8>) {
+fn exact_max(dtype: Dtype) -> Option<i64> {
     match dtype {
-        Dtype::F32 => bytes.extend((dividend as f32 / divisor as f32).to_le_bytes()),
-        Dtype::F64 => bytes.extend((dividend as f64 / f64::from(divisor)).to_le_bytes()),
-        _ if dtype.is_integer() => push_integer(dtype, dividend / i128::from(divisor), bytes),
-        _ => {
-            // Narrow floats: what is checked here is the way of the values, so the kernels may round them.
-            let at = bytes.len();
-            bytes.resize(at + dtype.size_bytes(), 0);
-            if let Some(kernel) = Kernel::new(dtype, ReduceOp::Sum) {
-                kernel.store(&mut bytes[at..], &(dividend as f32 / divisor as f32).to_le_bytes(), 1);
-            }
-        }
+        Dtype::E5m2 => Some(1 << 3),
+        Dtype::E4m3 => Some(1 << 4),
+        Dtype::F16 => Some(1 << f16::MANTISSA_DIGITS),
+        Dtype::Bf16 => Some(1 << bf16::MANTISSA_DIGITS),
+        Dtype::F32 => Some(1 << f32::MANTISSA_DIGITS),
+        Dtype::F64 => Some(1 << f64::MANTISSA_DIGITS),
+        _ => None,
     }
-}
-
-/// Append an integer as wide as the type.
-fn push_integer(dtype: Dtype, value: i128, bytes: &mut Vec<u8>) {
-    bytes.extend(&value.to_le_bytes()[..dtype.size_bytes()]);
 }
 
 /// Mix 64 bits (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
@@ -186,17 +245,17 @@ mod tests {
     /// More than one period.
     const COUNT: usize = PERIOD + 1000;
 
-    fn patterns(dtype: Dtype, op: ReduceOp) -> (Vec<Pattern>, Kernel) {
-        let patterns = (0..RANKS).map(|rank| Pattern::new(dtype, op, rank, RANKS)).collect();
-        (patterns, Kernel::new(dtype, op).expect("they go together"))
-    }
-
     /// Reduce the ranks' buffers with the project's kernels, in the order given.
-    fn reduce(patterns: &[Pattern], kernel: Kernel, order: &[usize], iteration: u64) -> Vec<u8> {
+    fn reduce(pattern: &Pattern, order: &[u32], iteration: u64) -> Vec<u8> {
+        let kernel = Kernel::new(pattern.dtype, pattern.op).expect("they go together");
         let mut acc = vec![0; COUNT * kernel.accumulator_bytes()];
         for (nth, &rank) in order.iter().enumerate() {
             let mut source = vec![0; COUNT * kernel.element_bytes()];
-            patterns[rank].fill(&mut source, iteration);
+            pattern.fill(&mut source, rank, iteration, 0);
+            if pattern.op == ReduceOp::PremulSum {
+                let plain = source.clone();
+                kernel.scale(&mut source, &plain, SCALE).expect("a whole number");
+            }
             if nth == 0 {
                 kernel.load(&mut acc, &source, false);
             } else {
@@ -211,20 +270,16 @@ mod tests {
     #[test]
     fn any_order_gives_the_expected_result_and_errors_show() {
         for &dtype in Dtype::ALL {
-            // Tables take long without optimisation: every operator on an integer and a float, two on every type.
-            let is_basic = |op| matches!(op, ReduceOp::Sum | ReduceOp::Prod);
-            let has_all = matches!(dtype, Dtype::I16 | Dtype::F32);
-            let fits = |op| Kernel::new(dtype, op).is_some() && (has_all || is_basic(op));
-            for &op in ReduceOp::ALL.iter().filter(|&&op| fits(op)) {
-                let (patterns, kernel) = patterns(dtype, op);
+            for &op in ReduceOp::ALL.iter().filter(|&&op| Kernel::new(dtype, op).is_some()) {
+                let pattern = Pattern::new(dtype, op, RANKS);
+                let wrong = |bytes: &[u8]| pattern.wrong(bytes, Expected::Reduced, 9, 0);
                 for order in [[0, 1, 2, 3, 4], [3, 0, 4, 2, 1]] {
-                    assert_eq!(patterns[1].wrong(&reduce(&patterns, kernel, &order, 9), 9), 0, "{dtype} {op}");
+                    assert_eq!(wrong(&reduce(&pattern, &order, 9)), 0, "{dtype} {op}");
                 }
-                if is_basic(op) {
-                    let missing = reduce(&patterns, kernel, &[0, 1, 2, 4], 9);
-                    assert!(patterns[1].wrong(&missing, 9) > COUNT as u64 / 3, "{dtype} {op}: a missing contribution");
-                    let stale = reduce(&patterns, kernel, &[0, 1, 2, 3, 4], 8);
-                    assert!(patterns[1].wrong(&stale, 9) > COUNT as u64 / 3, "{dtype} {op}: a stale result");
+                if op == ReduceOp::Sum {
+                    // Few values of fp8 add up exactly, so some of them are 0.
+                    assert!(wrong(&reduce(&pattern, &[0, 1, 2, 4], 9)) > COUNT as u64 / 2, "{dtype}: one is missing");
+                    assert!(wrong(&reduce(&pattern, &[0, 1, 2, 3, 4], 8)) > COUNT as u64 / 2, "{dtype}: stale");
                 }
             }
         }
@@ -232,15 +287,28 @@ mod tests {
 
     #[test]
     fn one_wrong_byte_is_one_wrong_element() {
-        let (patterns, kernel) = patterns(Dtype::F32, ReduceOp::Sum);
-        let mut bytes = reduce(&patterns, kernel, &[0, 1, 2, 3, 4], 0);
+        let pattern = Pattern::new(Dtype::F32, ReduceOp::Sum, RANKS);
+        let mut bytes = reduce(&pattern, &[0, 1, 2, 3, 4], 0);
         bytes[801] ^= 1;
-        assert_eq!(patterns[2].wrong(&bytes, 0), 1);
+        assert_eq!(pattern.wrong(&bytes, Expected::Reduced, 0, 0), 1);
+    }
+
+    /// A block of a buffer is what the whole buffer has there, and no other rank's.
+    #[test]
+    fn blocks_are_parts_of_the_whole() {
+        let pattern = Pattern::new(Dtype::U16, ReduceOp::Max, RANKS);
+        let (mut whole, mut part) = (vec![0; COUNT * 2], vec![0; 500]);
+        pattern.fill(&mut whole, 3, 7, 0);
+        pattern.fill(&mut part, 3, 7, PERIOD - 100);
+        assert_eq!(part, whole[(PERIOD - 100) * 2..][..500]);
+        assert_eq!(pattern.wrong(&part, Expected::Of(3), 7, PERIOD - 100), 0);
+        assert!(pattern.wrong(&part, Expected::Of(2), 7, PERIOD - 100) > 200);
     }
 
     #[test]
     fn many_ranks_of_a_narrow_type_still_add_up() {
-        let total: i128 = (0..600).map(|rank| value(Dtype::Bf16, ReduceOp::Sum, rank, 600, 3).abs()).sum();
+        let pattern = Pattern::new(Dtype::Bf16, ReduceOp::Sum, 600);
+        let total: i128 = (0..600).map(|rank| pattern.value(rank, 3).0.abs()).sum();
         assert!(total <= 256 && total > 100, "{total}");
     }
 }

@@ -207,8 +207,8 @@ impl Ops {
         Ok(id)
     }
 
-    /// Return how many elements fit a chunk: as many as its partial results, in the accumulator type (PROTOCOL 1),
-    /// where they combine; 0 for an operation without elements.
+    /// Return how many elements fit a chunk: as many as their partial results, in the accumulator type (PROTOCOL 1);
+    /// 0 for an operation without elements.
     fn chunk_elements(&self, desc: &OpDesc) -> u64 {
         self.chunk_len_bytes.checked_div(desc.partial_bytes()).unwrap_or(0) as u64
     }

@@ -46,7 +46,7 @@ pub(super) struct Rx {
     /// The number of transfers received in this operation.
     pub(super) turn: u32,
     /// The head of an element whose tail has not come yet.
-    pub(super) carry: [u8; 8],
+    pub(super) carry: [u8; 16],
     pub(super) carry_len: usize,
     /// The payload of an abort.
     pub(super) abort: Vec<u8>,
@@ -60,7 +60,7 @@ impl Default for Rx {
             frame: None,
             left_bytes: 0,
             turn: 0,
-            carry: [0; 8],
+            carry: [0; 16],
             carry_len: 0,
             abort: Vec::new(),
         }

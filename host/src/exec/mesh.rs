@@ -45,7 +45,9 @@ pub struct Mesh {
     pub(super) sent_bytes: u64,
     /// Where received partial elements lie until they are combined: small enough to stay in L2.
     pub(super) scratch: Vec<u8>,
-    /// Accumulators, where they do not fit the caller's buffer.
+    /// Where accumulators lie until they are rounded, if they don't fit their result's place.
+    pub(super) spare: Vec<u8>,
+    /// Partial values, where they don't lie in the caller's buffer.
     pub(super) work: Vec<u8>,
     pub(super) sends: Vec<Progress>,
     pub(super) recvs: Vec<Progress>,
@@ -83,6 +85,7 @@ impl Mesh {
             foreign_dropped: 0,
             sent_bytes: 0,
             scratch: vec![0; SCRATCH_BYTES],
+            spare: vec![0; SCRATCH_BYTES],
             work: Vec::new(),
             sends: Vec::new(),
             recvs: Vec::new(),

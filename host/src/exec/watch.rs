@@ -147,9 +147,9 @@ impl Run<'_> {
 
     /// Return a rank that the present step waits for.
     fn awaited(&self) -> Rank {
-        let recv = open(self.step.recvs, &self.mesh.recvs).next();
-        let send = open(self.step.sends, &self.mesh.sends).next();
-        recv.or(send).map_or(self.call.rank, |transfer| transfer.peer)
+        let recv = open(self.step.recvs, &self.mesh.recvs).next().map(|recv| recv.peer);
+        let send = open(self.step.sends, &self.mesh.sends).next().map(|send| send.peer);
+        recv.or(send).unwrap_or(self.call.rank)
     }
 }
 

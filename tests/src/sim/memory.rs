@@ -175,10 +175,7 @@ pub(super) fn results(options: &Options, group: usize, op: usize) -> Vec<Vec<u8>
 /// Return how an operation is cut (PROTOCOL 1): chunks hold as many elements as their partial results fit; those of
 /// an all-gather do not cross blocks.
 pub(super) fn chunks(desc: &OpDesc, ranks: usize, chunk_len_bytes: u16) -> Vec<Range<u64>> {
-    if desc.dtype.is_none() {
-        return Vec::new();
-    }
-    let most = usize::from(chunk_len_bytes) / desc.partial_bytes();
+    let Some(most) = usize::from(chunk_len_bytes).checked_div(desc.partial_bytes()) else { return Vec::new() };
     let blocks: Vec<Range<usize>> = match desc.collective {
         Collective::AllGather => (0..ranks).map(|rank| own_block(desc, ranks, rank)).collect(),
         _ => std::iter::once(0..desc.count as usize).collect(),

@@ -6,8 +6,7 @@ use crate::size::{SizeBytes, sweep};
 use anyhow::{bail, ensure};
 use clap::Args;
 use std::path::PathBuf;
-use sumac_hal::op::{Collective, Dtype, OpDesc, ReduceOp};
-use sumac_hal::reduce::Kernel;
+use sumac_hal::op::{Collective, Dtype, ReduceOp};
 
 /// The largest operation: what a rank allocates twice.
 const SIZE_MAX: SizeBytes = SizeBytes(16 << 30);
@@ -79,7 +78,7 @@ impl PerfArgs {
     /// Return the rows to measure, in the order in which they are printed.
     ///
     /// # Errors
-    /// Sizes that leave nothing to measure, or that no rank could hold; a type and an operator that do not go together.
+    /// Sizes that leave nothing to measure, or that no rank could hold.
     pub(super) fn cases(&self) -> anyhow::Result<Vec<Case>> {
         ensure!(
             self.begin <= self.end,
@@ -97,9 +96,6 @@ impl PerfArgs {
                 _ => {
                     for (&dtype, &op) in self.dtypes.iter().flat_map(|dtype| self.ops.iter().map(move |op| (dtype, op)))
                     {
-                        if let Some(why) = Kernel::why_not(dtype, op) {
-                            bail!("{op} of {dtype}: {why}");
-                        }
                         cases.extend(self.sweep(collective, dtype, op));
                     }
                 }
@@ -118,7 +114,7 @@ impl PerfArgs {
             return tree.into_iter().chain(other).map(case).collect();
         }
         let counts = sweep(self.begin, self.end, self.factor);
-        let counts = counts.into_iter().map(|size| size.0 / OpDesc::all_reduce(dtype, op, 1).element_bytes() as u64);
+        let counts = counts.into_iter().map(|size| size.0 / dtype.size_bytes() as u64);
         counts
             .flat_map(|count| self.algos.iter().map(move |&algo| Case { collective, dtype, op, count, algo }))
             .collect()
@@ -138,14 +134,6 @@ mod tests {
 
     fn parse(args: &str) -> PerfArgs {
         Command::try_parse_from(std::iter::once("perf").chain(args.split_whitespace())).expect("valid options").perf
-    }
-
-    #[test]
-    fn types_and_operators_have_to_go_together() {
-        let error = parse("-d i32,bf16 -o bxor").cases().expect_err("no bits of bf16");
-        assert!(error.to_string().starts_with("bxor of bf16: bitwise operators take integers"), "{error}");
-        let pairs = parse("-b 4K -e 4K -d f64 -o maxloc").cases().expect("pairs");
-        assert!(pairs.iter().all(|case| (case.count, case.size_bytes()) == (256, 4096)));
     }
 
     #[test]
