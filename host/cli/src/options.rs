@@ -27,7 +27,7 @@ pub(crate) fn op_parser() -> impl TypedValueParser<Value = ReduceOp> {
 
 /// Accept a collective's name.
 pub(crate) fn collective_parser() -> impl TypedValueParser<Value = Collective> {
-    let names = Collective::ALL.iter().map(|collective| collective.name());
+    let names = [Collective::AllReduce, Collective::Barrier].map(Collective::name);
     PossibleValuesParser::new(names).try_map(|name| Collective::from_name(&name).ok_or(Unknown))
 }
 

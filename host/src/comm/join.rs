@@ -162,7 +162,7 @@ pub(super) fn join(config: JoinConfig) -> Result<Core, JoinError> {
             if tree.parents.is_empty() || tree.window_max == 0 {
                 return Err(JoinError::Membership(format!("a tree with leaf {:?} but no way to it", tree.leaf)));
             }
-            Some(TreeDriver::new(Endpoint::new(endpoint_config(&tree, membership.table.version)), port))
+            Some(TreeDriver::new(Endpoint::new(endpoint_config(&tree, rank, world, membership.table.version)), port))
         }
         Err(why) => {
             if world > 1 {
@@ -174,13 +174,15 @@ pub(super) fn join(config: JoinConfig) -> Result<Core, JoinError> {
     Ok(Core::new(config, situation, tree, mesh, session, lost))
 }
 
-fn endpoint_config(tree: &TreeMembership, table_version: u32) -> EndpointConfig {
+fn endpoint_config(tree: &TreeMembership, rank: Rank, ranks: u32, table_version: u32) -> EndpointConfig {
     let mut salt = [0; 4];
     // Tells lives apart; without randomness the key, which differs by group, still does.
     let _ = rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty());
     EndpointConfig {
         group: tree.group,
         epoch: tree.epoch,
+        rank,
+        ranks,
         child: tree.child,
         key: tree.key,
         parents: tree.parents.clone(),

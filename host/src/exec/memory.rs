@@ -40,6 +40,8 @@ pub(super) struct Memory<'a> {
     work: &'a mut [u8],
     work_in_output: bool,
     kernel: Option<&'a Kernel>,
+    /// How many ranks the operation is over.
+    ranks: u32,
     element_bytes: usize,
     partial_bytes: usize,
 }
@@ -63,7 +65,8 @@ impl<'a> Memory<'a> {
     ) -> Result<Self, ExecError> {
         let layout = schedule.layout();
         let kernel = if schedule.reduces() { Some(checked(kernel, element_bytes)?) } else { None };
-        let partial_bytes = kernel.map_or(element_bytes, |kernel| kernel.accumulator().size_bytes());
+        let partial_bytes = kernel.map_or(element_bytes, |kernel| kernel.accumulator_bytes());
+        let ranks = schedule.place().ranks();
         let work_in_output = layout.work_in_output && partial_bytes == element_bytes;
         let work_len = if work_in_output { 0 } else { layout.work };
         let Some(work_bytes) = work_len.checked_mul(partial_bytes) else {
@@ -76,7 +79,7 @@ impl<'a> Memory<'a> {
         }
         let work = &mut work[..work_bytes];
         let (input_at, output_at) = (input_at * element_bytes, output_at * element_bytes);
-        Ok(Self { input, user, input_at, output_at, work, work_in_output, kernel, element_bytes, partial_bytes })
+        Ok(Self { input, user, input_at, output_at, work, work_in_output, kernel, ranks, element_bytes, partial_bytes })
     }
 
     /// Return no memory, for a run without a schedule.
@@ -154,7 +157,7 @@ impl<'a> Memory<'a> {
             self.target(to).copy_from_slice(piece);
             return;
         };
-        let is_partial = from == Buffer::Work;
+        let (is_partial, ranks) = (from == Buffer::Work, self.ranks);
         let is_finished = to.buffer == Buffer::Output;
         // Accumulators lie where the result goes, if they fit there.
         if is_finished && self.partial_bytes != self.element_bytes {
@@ -165,7 +168,7 @@ impl<'a> Memory<'a> {
             } else {
                 kernel.load(accumulators, piece, is_partial);
             }
-            kernel.store(self.target(to), accumulators);
+            kernel.store(self.target(to), accumulators, ranks);
             return;
         }
         if let Some(own) = own {
@@ -175,7 +178,7 @@ impl<'a> Memory<'a> {
             kernel.load(self.target(to), piece, is_partial);
         }
         if is_finished {
-            kernel.finish(self.target(to), to.span.len);
+            kernel.finish(self.target(to), to.span.len, ranks);
         }
     }
 
@@ -233,7 +236,7 @@ fn checked(kernel: Option<&Kernel>, element_bytes: usize) -> Result<&Kernel, Exe
     let Some(kernel) = kernel else {
         return Err(ExecError::Invalid { what: "a schedule that reduces, and no kernel".into() });
     };
-    if kernel.dtype().size_bytes() != element_bytes {
+    if kernel.element_bytes() != element_bytes {
         let what = format!("a kernel for {} and elements of {element_bytes} bytes", kernel.dtype());
         return Err(ExecError::Invalid { what });
     }
