@@ -2,6 +2,8 @@
 //!
 //! [`TreeDriver`] moves packets between an endpoint and its port; the rest of this module is about schedules.
 //!
+//! [`message`] sends and receives between two ranks, also while a schedule runs.
+//!
 //! [`Mesh`] owns the connections, [`execute`] runs one rank's [`Schedule`](crate::coll::Schedule) over them.
 //! One thread, non-blocking sockets and one `poll`; nothing is allocated per operation once the mesh is warm.
 //!
@@ -20,9 +22,11 @@ mod announce;
 mod error;
 mod frame;
 mod greet;
+mod lane;
 mod link;
 mod memory;
 mod mesh;
+pub mod message;
 mod run;
 mod tree;
 mod watch;
@@ -31,6 +35,8 @@ mod watch;
 mod collective_tests;
 #[cfg(test)]
 mod failure_tests;
+#[cfg(test)]
+mod message_tests;
 #[cfg(test)]
 mod tests;
 

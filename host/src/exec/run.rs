@@ -12,6 +12,7 @@ use super::frame::{AbortFrame, FrameKind, HEADER_BYTES, Header};
 use super::link::{Moved, State};
 use super::memory::{Buffers, Memory};
 use super::mesh::Mesh;
+use super::message::Message;
 use crate::coll::{Recv, Schedule, Send, Step};
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
@@ -96,7 +97,19 @@ pub fn execute<'a>(
         let call = Call::new(mesh.rank(), ctx.op_index, ctx.signature, &ctx.desc, ctx.path);
         let step = Step::default();
         let (deadline, patience) = (ctx.deadline, Patience::default());
-        let mut run = Run { mesh: &mut *mesh, schedule, memory, call, deadline, interrupt, index: 0, step, patience };
+        let mut run = Run {
+            mesh: &mut *mesh,
+            schedule,
+            memory,
+            call,
+            deadline,
+            interrupt,
+            index: 0,
+            step,
+            patience,
+            lent: Vec::new(),
+            is_between: false,
+        };
         let Err(failure) = run.operation() else { return Ok(()) };
         run.abort(&failure);
         let (Failure::Found(error) | Failure::Told(error)) = failure;
@@ -119,6 +132,10 @@ pub(super) struct Run<'a> {
     pub(super) index: usize,
     pub(super) step: Step<'a>,
     pub(super) patience: Patience,
+    /// The messages of the call.
+    pub(super) lent: Vec<Message<'a>>,
+    /// There is no schedule, only messages: what peers send belongs to a later operation.
+    pub(super) is_between: bool,
 }
 
 /// How far a transfer of the present step is.
@@ -220,7 +237,7 @@ impl Run<'_> {
         }
         let progress = &mut self.mesh.sends[slot];
         let bytes = self.memory.outgoing(from);
-        match link.write_transfer(&self.call, &bytes[progress.bytes..]) {
+        match link.write_transfer(&self.call, bytes, progress.bytes) {
             Moved::WouldBlock => Ok(false),
             Moved::Ended => Err(self.last_words(peer)),
             Moved::Bytes(n) => {
@@ -254,6 +271,11 @@ impl Run<'_> {
         };
         if header.kind == FrameKind::Abort {
             return self.receive_abort(peer).map(|()| false);
+        }
+        if header.transfer_bytes != total as u64 {
+            let (from, to, op_index) = (peer, self.call.rank, self.call.op_index);
+            let (sent_bytes, expected_bytes) = (header.transfer_bytes, total as u64);
+            return Err(ExecError::Length { from, to, op_index, sent_bytes, expected_bytes }.into());
         }
         let rx = &self.mesh.links[index].rx;
         let room = total - self.mesh.recvs[slot].bytes;
@@ -308,7 +330,11 @@ impl Run<'_> {
             Moved::WouldBlock => return Ok(None),
             Moved::Ended => {
                 link.state = State::Ended;
-                return if self.needs(peer) { Err(ExecError::RankLost { rank: peer }.into()) } else { Ok(None) };
+                return if self.needs(peer) || self.mesh.messages.awaits_lane(peer) {
+                    Err(ExecError::RankLost { rank: peer }.into())
+                } else {
+                    Ok(None)
+                };
             }
             Moved::Bytes(_) => {}
         }
@@ -327,7 +353,7 @@ impl Run<'_> {
         }
         let is_want = header.kind == FrameKind::Want;
         let theirs = &header.call;
-        if theirs.op_index > self.call.op_index && !self.awaits(peer) {
+        if self.is_between || theirs.op_index > self.call.op_index && !self.awaits(peer) {
             return Ok(());
         }
         // A want may be old: what its rank waited for was on its way.
@@ -452,13 +478,13 @@ fn reset(progress: &mut Vec<Progress>, len: usize) {
 /// A wake-up from sleep costs tens of microseconds across cores, a yield to another rank's process on the same
 /// core a few: so ranks yield for a while before they sleep.
 #[derive(Debug, Default)]
-struct Polls {
+pub(super) struct Polls {
     busy: u32,
     idle: u32,
 }
 
 /// What to do after a round of transfers.
-enum Polling {
+pub(super) enum Polling {
     Not,
     Yield,
     Look,
@@ -466,7 +492,7 @@ enum Polling {
 }
 
 impl Polls {
-    const fn after(&mut self, moved: bool) -> Polling {
+    pub(super) const fn after(&mut self, moved: bool) -> Polling {
         if moved {
             self.idle = 0;
             self.busy += 1;
