@@ -9,6 +9,7 @@ use super::{
 };
 use std::fmt;
 use sumac_hal::ids::Rank;
+use sumac_hal::op::{Collective, Path};
 
 /// What a schedule is to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -47,6 +48,21 @@ impl Pattern {
         Self::AllToAll,
         Self::Barrier,
     ];
+
+    /// Return the collective that this is the pattern of.
+    pub const fn collective(self) -> Collective {
+        match self {
+            Self::AllReduce => Collective::AllReduce,
+            Self::Reduce => Collective::Reduce,
+            Self::Broadcast => Collective::Broadcast,
+            Self::ReduceScatter => Collective::ReduceScatter,
+            Self::AllGather => Collective::AllGather,
+            Self::Gather => Collective::Gather,
+            Self::Scatter => Collective::Scatter,
+            Self::AllToAll => Collective::AllToAll,
+            Self::Barrier => Collective::Barrier,
+        }
+    }
 
     /// Return whether one rank is different from the others.
     pub const fn is_rooted(self) -> bool {
@@ -93,6 +109,8 @@ impl Cost {
 pub struct Algorithm {
     /// Its name: `ring::all_reduce`.
     pub name: &'static str,
+    /// The family that its module is.
+    path: Path,
     /// What it does.
     pub pattern: Pattern,
     /// Whether it evaluates the expression of [`Problem::tree`], whichever that is.
@@ -117,6 +135,11 @@ impl Algorithm {
         let is_power = ranks.is_power_of_two();
         let (log_floor, log_ceil) = (f64::from(ranks.ilog2()), f64::from(ranks.ilog2() + u32::from(!is_power)));
         (self.cost)(&Size { p: f64::from(ranks), n: count as f64, floor, log_floor, log_ceil, is_power })
+    }
+
+    /// Return the family of schedules that it belongs to: what ranks agree on.
+    pub const fn path(&self) -> Path {
+        self.path
     }
 
     /// Return the algorithm of that name.
@@ -165,10 +188,11 @@ fn cost(steps: f64, path_elements: f64, reduced_elements: f64, sent_elements: f6
 }
 
 macro_rules! algorithms {
-    ($($name:literal $pattern:ident $follows_tree:literal: |$problem:ident| $schedule:expr, |$size:ident| $cost:expr;)*) => {
+    ($($name:literal $path:ident $pattern:ident $follows_tree:literal: |$problem:ident| $schedule:expr, |$size:ident| $cost:expr;)*) => {
         /// Every algorithm, by collective; the formulas of their costs are in the table of [`super`].
         pub const ALGORITHMS: &[Algorithm] = &[$(Algorithm {
             name: $name,
+            path: Path::$path,
             pattern: Pattern::$pattern,
             follows_tree: $follows_tree,
             schedule: |$problem| $schedule,
@@ -178,39 +202,39 @@ macro_rules! algorithms {
 }
 
 algorithms! {
-    "ring::all_reduce" AllReduce false: |x| ring::all_reduce(x.place, x.count),
+    "ring::all_reduce" Ring AllReduce false: |x| ring::all_reduce(x.place, x.count),
         |s| cost(2.0 * (s.p - 1.0), 2.0 * s.rest(), s.rest(), 2.0 * s.rest());
-    "halving_doubling::all_reduce" AllReduce false: |x| halving_doubling::all_reduce(x.place, x.count), |s| cost(
+    "halving_doubling::all_reduce" HalvingDoubling AllReduce false: |x| halving_doubling::all_reduce(x.place, x.count), |s| cost(
         2.0 * (s.log_floor + s.folds()),
         2.0 * (s.rest_of_floor() + s.n * s.folds()),
         s.rest_of_floor() + s.n * s.folds(),
         2.0 * s.rest_of_floor() + s.n * s.folds(),
     );
-    "recursive_doubling::all_reduce" AllReduce false: |x| recursive_doubling::all_reduce(x.place, x.count), |s| cost(
+    "recursive_doubling::all_reduce" RecursiveDoubling AllReduce false: |x| recursive_doubling::all_reduce(x.place, x.count), |s| cost(
         s.log_floor + 2.0 * s.folds(),
         s.n * (s.log_floor + 2.0 * s.folds()),
         s.n * (s.log_floor + s.folds()),
         s.n * (s.log_floor + s.folds()),
     );
-    "binomial::all_reduce" AllReduce false: |x| binomial::all_reduce(x.place, x.count),
+    "binomial::all_reduce" Binomial AllReduce false: |x| binomial::all_reduce(x.place, x.count),
         |s| cost(2.0 * s.log_ceil, 2.0 * s.n * s.log_ceil, s.n * s.log_ceil, s.n * s.log_ceil);
-    "tree::all_reduce" AllReduce true: |x| tree::all_reduce(x.place, x.count, x.tree), |s| cost(
+    "tree::all_reduce" HostTree AllReduce true: |x| tree::all_reduce(x.place, x.count, x.tree), |s| cost(
         s.p - 1.0 + s.log_ceil,
         s.n * (s.p - 1.0 + s.log_ceil),
         s.n * (s.p - 1.0),
         s.n * s.log_ceil,
     );
-    "pairwise::all_reduce" AllReduce true: |x| pairwise::all_reduce(x.place, x.count, x.tree),
+    "pairwise::all_reduce" Pairwise AllReduce true: |x| pairwise::all_reduce(x.place, x.count, x.tree),
         |s| cost(s.p - 1.0 + s.log_ceil, 2.0 * s.rest(), s.rest(), 2.0 * s.rest());
-    "binomial::reduce" Reduce false: |x| binomial::reduce(x.place, x.count, x.root),
+    "binomial::reduce" Binomial Reduce false: |x| binomial::reduce(x.place, x.count, x.root),
         |s| cost(s.log_ceil, s.n * s.log_ceil, s.n * s.log_ceil, s.n * s.log_ceil.min(1.0));
-    "tree::reduce" Reduce true: |x| tree::reduce(x.place, x.count, x.tree, x.root),
+    "tree::reduce" HostTree Reduce true: |x| tree::reduce(x.place, x.count, x.tree, x.root),
         |s| cost(s.p - 1.0, s.n * (s.p - 1.0), s.n * (s.p - 1.0), s.n * s.log_ceil.min(1.0));
-    "binomial::broadcast" Broadcast false: |x| binomial::broadcast(x.place, x.count, x.root),
+    "binomial::broadcast" Binomial Broadcast false: |x| binomial::broadcast(x.place, x.count, x.root),
         |s| cost(s.log_ceil, s.n * s.log_ceil, 0.0, s.n * s.log_ceil);
-    "ring::reduce_scatter" ReduceScatter false: |x| ring::reduce_scatter(x.place, x.count),
+    "ring::reduce_scatter" Ring ReduceScatter false: |x| ring::reduce_scatter(x.place, x.count),
         |s| cost(s.p - 1.0, s.rest(), s.rest(), s.rest());
-    "halving_doubling::reduce_scatter" ReduceScatter false: |x| halving_doubling::reduce_scatter(x.place, x.count),
+    "halving_doubling::reduce_scatter" HalvingDoubling ReduceScatter false: |x| halving_doubling::reduce_scatter(x.place, x.count),
         |s| match s.is_power {
             true => cost(s.log_floor, s.rest(), s.rest(), s.rest()),
             false => Cost {
@@ -218,11 +242,11 @@ algorithms! {
                 ..cost(s.log_floor + 2.0, s.n + s.pairs() + s.n / s.p, s.n + s.pairs(), s.n + s.pairs())
             },
         };
-    "pairwise::reduce_scatter" ReduceScatter true: |x| pairwise::reduce_scatter(x.place, x.count, x.tree),
+    "pairwise::reduce_scatter" Pairwise ReduceScatter true: |x| pairwise::reduce_scatter(x.place, x.count, x.tree),
         |s| cost(s.p - 1.0, s.rest(), s.rest(), s.rest());
-    "ring::all_gather" AllGather false: |x| ring::all_gather(x.place, x.count),
+    "ring::all_gather" Ring AllGather false: |x| ring::all_gather(x.place, x.count),
         |s| cost(s.p - 1.0, s.rest(), 0.0, s.rest());
-    "halving_doubling::all_gather" AllGather false: |x| halving_doubling::all_gather(x.place, x.count),
+    "halving_doubling::all_gather" HalvingDoubling AllGather false: |x| halving_doubling::all_gather(x.place, x.count),
         |s| match s.is_power {
             true => cost(s.log_floor, s.rest(), 0.0, s.rest()),
             false => Cost {
@@ -230,17 +254,17 @@ algorithms! {
                 ..cost(s.log_floor + 2.0, s.n / s.p + s.pairs() + s.n, 0.0, s.pairs() + s.n)
             },
         };
-    "bruck::all_gather" AllGather false: |x| bruck::all_gather(x.place, x.count),
+    "bruck::all_gather" Bruck AllGather false: |x| bruck::all_gather(x.place, x.count),
         |s| cost(s.log_ceil, s.rest(), 0.0, s.rest());
-    "binomial::gather" Gather false: |x| binomial::gather(x.place, x.count, x.root), |s| {
+    "binomial::gather" Binomial Gather false: |x| binomial::gather(x.place, x.count, x.root), |s| {
         let half = s.log_ceil.exp2() / 2.0;
         let largest = (half / 2.0).max(s.p - half) * s.log_ceil.min(1.0);
         cost(s.log_ceil, s.rest(), 0.0, s.n * largest / s.p)
     };
-    "binomial::scatter" Scatter false: |x| binomial::scatter(x.place, x.count, x.root),
+    "binomial::scatter" Binomial Scatter false: |x| binomial::scatter(x.place, x.count, x.root),
         |s| cost(s.log_ceil, s.rest(), 0.0, s.rest());
-    "pairwise::all_to_all" AllToAll false: |x| pairwise::all_to_all(x.place, x.count),
+    "pairwise::all_to_all" Pairwise AllToAll false: |x| pairwise::all_to_all(x.place, x.count),
         |s| cost(s.p - 1.0, s.rest(), 0.0, s.rest());
-    "dissemination::barrier" Barrier false: |x| dissemination::barrier(x.place),
+    "dissemination::barrier" Dissemination Barrier false: |x| dissemination::barrier(x.place),
         |s| cost(s.log_ceil, 0.0, 0.0, 0.0);
 }

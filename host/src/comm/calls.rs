@@ -200,7 +200,8 @@ pub(super) fn check(desc: &OpDesc) -> Result<(), Error> {
     let needs_dtype = desc.collective != Collective::Barrier;
     let fits = (desc.op.is_some(), desc.dtype.is_some()) == (desc.collective.reduces(), needs_dtype);
     if !fits {
-        let what = format!("{desc}: operations that combine have a type and an operator, others that move a type alone");
+        let what =
+            format!("{desc}: operations that combine have a type and an operator, others that move a type alone");
         return Err(Error::Argument(what));
     }
     match desc.dtype.zip(desc.op).and_then(|(dtype, op)| Kernel::why_not(dtype, op)) {
@@ -214,7 +215,10 @@ pub(super) fn elements<T: Element>(values: &[T], op: Option<ReduceOp>) -> Result
     let each = if op.is_some_and(ReduceOp::is_located) { 2 } else { 1 };
     if !values.len().is_multiple_of(each) {
         let dtype: Dtype = T::DTYPE;
-        return Err(Error::Argument(format!("{} values of {dtype} are not pairs of a value and an index", values.len())));
+        return Err(Error::Argument(format!(
+            "{} values of {dtype} are not pairs of a value and an index",
+            values.len()
+        )));
     }
     Ok((values.len() / each) as u64)
 }

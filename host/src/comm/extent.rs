@@ -12,7 +12,7 @@
 //! | all-gather | own block | n | n; the input is the own block in it |
 //! | gather | own block | n at the root, else 0 | as all-gather at the root, else the own block |
 //! | scatter | n at the root, else 0 | own block | as reduce-scatter at the root, else the own block |
-//! | all-to-all | n | n | n, in equal blocks |
+//! | all-to-all | n | N own blocks | n, in equal blocks |
 
 use super::error::Error;
 use crate::coll::{Place, Span};
@@ -60,6 +60,7 @@ impl Extent {
             Collective::Scatter if at_root => (all, own),
             Collective::Scatter => (0..0, alone),
             Collective::Barrier => (0..0, 0..0),
+            Collective::AllToAll => (all, 0..ranks as usize * own.len()),
             _ => (all.clone(), all),
         };
         Ok(Self { whole: input.end.max(output.end), input, output })
@@ -115,7 +116,8 @@ impl Extent {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::coll::{ALGORITHMS, Buffer, Pattern, Problem, Tree};
+    use crate::coll::tree::Tree;
+    use crate::coll::{ALGORITHMS, Buffer, Pattern, Problem};
     use sumac_hal::ctrl::Order;
     use sumac_hal::ids::Rank;
     use sumac_hal::op::{Dtype, ReduceOp};
@@ -135,7 +137,8 @@ mod tests {
                         let desc = OpDesc { collective, dtype, op, root, count: count as u64 };
                         let extent = Extent::of(&desc, place).expect("a root that is a rank");
                         let layout = schedule.layout();
-                        let lens = [Buffer::Input, Buffer::Output].map(|buffer| layout.len(buffer) * desc.element_bytes());
+                        let lens =
+                            [Buffer::Input, Buffer::Output].map(|buffer| layout.len(buffer) * desc.element_bytes());
                         assert_eq!([extent.input.len(), extent.output.len()], lens, "{algorithm:?} {desc} {place:?}");
                         if let Some(at) = layout.in_place_at {
                             let offset = extent.input.start.max(extent.output.start);

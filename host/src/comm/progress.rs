@@ -6,14 +6,14 @@
 use super::core::{Core, InTree};
 use super::error::Error;
 use super::extent::Extent;
-use crate::coll::{ALGORITHMS, Problem, Schedule};
+use crate::coll::{ALGORITHMS, Problem, Schedule, pairwise};
 use crate::endpoint::{self, EndpointError, Event, OpId};
-use crate::exec::{Buffers, Context, ExecError, Interrupt, TreeDriver, execute};
+use crate::exec::{Buffers, Context, ExecError, Interrupt, Mesh, TreeDriver, execute};
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
-use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::op::{Collective, OpDesc, Path};
 use sumac_hal::reduce::Kernel;
 use sumac_hal::udp::UdpPort;
 
@@ -133,13 +133,22 @@ impl Core {
     }
 
     /// Make the schedule of a path; of any path, for a communicator of one rank.
-    pub(super) fn schedule(&self, desc: &OpDesc, path: Path) -> Result<Schedule, Error> {
+    pub(super) fn schedule(&self, desc: &OpDesc, path: Path, buffers: &Buffers<'_>) -> Result<Schedule, Error> {
         let count = usize::try_from(desc.count).map_err(|_| Error::Argument(format!("{} elements", desc.count)))?;
+        if let (Collective::AllToAll, Buffers::InPlace(_)) = (desc.collective, buffers) {
+            let ranks = self.config.world as usize;
+            if !count.is_multiple_of(ranks) {
+                let what =
+                    format!("{count} elements in place are not {ranks} equal blocks; use an input and an output");
+                return Err(Error::Argument(what));
+            }
+            return Ok(pairwise::all_to_all_in_place(self.mesh.place(), count / ranks));
+        }
         let of = ALGORITHMS.iter().filter(|algorithm| algorithm.pattern.collective() == desc.collective);
         let algorithm = of.into_iter().find(|algorithm| path == Path::Local || algorithm.path() == path);
         let no_schedule = || Error::Argument(format!("{} is no schedule for {}", path.name(), desc.collective));
         let problem =
-            Problem { place: self.mesh.place(), count, root: desc.root, tree: &self.situation.expression };
+            Problem { place: self.mesh.place(), count, root: desc.root, tree: self.situation.declared.tree() };
         Ok((algorithm.ok_or_else(no_schedule)?.schedule)(&problem))
     }
 
@@ -159,7 +168,19 @@ impl Core {
             deadline: deadline.0,
         };
         self.scheduled += 1;
-        let mut along = Along {
+        let (mesh, mut along) = self.along();
+        // What is told to the tree leaves before the schedule begins.
+        along.check()?;
+        let result = execute(mesh, schedule, kernel.as_ref(), buffers, &ctx, &mut along);
+        match (result, along.mismatch) {
+            (Err(_), Some(error)) => Err(error.into()),
+            (result, _) => Ok(result?),
+        }
+    }
+
+    /// Return the connections for schedules, and the tree as what is driven beside them.
+    pub(super) fn along(&mut self) -> (&mut Mesh, Along<'_>) {
+        let along = Along {
             tree: self.tree.as_mut(),
             owned: &mut self.owned,
             completed_below: &mut self.completed_below,
@@ -167,18 +188,12 @@ impl Core {
             wake_at: None,
             mismatch: None,
         };
-        // What is told to the tree leaves before the schedule begins.
-        along.check()?;
-        let result = execute(&mut self.mesh, schedule, kernel.as_ref(), buffers, &ctx, &mut along);
-        match (result, along.mismatch) {
-            (Err(_), Some(error)) => Err(error.into()),
-            (result, _) => Ok(result?),
-        }
+        (&mut self.mesh, along)
     }
 }
 
 /// The tree's endpoint, driven from within a schedule's poll loop.
-struct Along<'c> {
+pub(super) struct Along<'c> {
     tree: Option<&'c mut TreeDriver<UdpPort>>,
     owned: &'c mut BTreeMap<OpId, InTree>,
     completed_below: &'c mut u64,

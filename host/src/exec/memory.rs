@@ -86,7 +86,8 @@ impl<'a> Memory<'a> {
     pub(super) const fn none() -> Self {
         let (input_at, output_at, element_bytes, partial_bytes) = (0, 0, 0, 0);
         let (user, work) = (&mut [], &mut []);
-        let (input, kernel, work_in_output, ranks) = (None, None, false, 1);
+        let (input, kernel, work_in_output) = (None, None, false);
+        let ranks = 1;
         Self { input, user, input_at, output_at, work, work_in_output, kernel, ranks, element_bytes, partial_bytes }
     }
 
