@@ -1,6 +1,6 @@
 //! The command line: what `--help` says, and which subcommands there are.
 
-use crate::all_reduce::AllReduceArgs;
+use crate::collective::AllReduceArgs;
 use crate::doctor::DoctorArgs;
 use crate::perf::PerfArgs;
 use crate::plan::PlanArgs;

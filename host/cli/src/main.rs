@@ -7,16 +7,16 @@
 //! Invariants: results go to stdout and everything else to stderr; the exit status is one of those in
 //! [`exit`]; no outside input (option, file, environment, peer) panics.
 
-mod all_reduce;
 mod args;
 mod cluster;
+mod collective;
 mod doctor;
 mod exit;
+mod files;
 mod job;
 mod layout;
 mod logging;
 mod machine;
-mod npy;
 mod options;
 mod pattern;
 mod perf;
@@ -38,7 +38,7 @@ fn main() -> ExitCode {
     logging::init(cli.verbose);
     let outcome = match cli.command {
         Command::Perf(args) => perf::run(&args, cli.verbose),
-        Command::AllReduce(args) => all_reduce::run(&args, cli.verbose),
+        Command::AllReduce(args) => collective::all_reduce(&args, cli.verbose),
         Command::Device(args) => server::run_device(args),
         Command::Controller(args) => server::run_controller(&args),
         Command::Status(args) => status::run(&args),
