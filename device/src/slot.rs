@@ -90,11 +90,11 @@ impl Slot {
         Kernel::new(self.op.dtype?, self.op.op?)
     }
 
-    /// Return the length of an element in bytes: of a partial one, or of one of the operation's type. What is only
-    /// moved has no partial form. `None` for an operation without elements.
+    /// Return the length of an element in bytes: of a partial one, or of one of the operation's type. `None` for an
+    /// operation without elements.
     pub(crate) fn element_bytes(&self, partial: bool) -> Option<usize> {
-        let dtype = self.op.dtype?;
-        Some(self.kernel().map_or(dtype, |kernel| kernel.source(partial)).size_bytes())
+        let len = if partial { self.op.partial_bytes() } else { self.op.element_bytes() };
+        (len > 0).then_some(len)
     }
 
     /// Tell whether the answer to `child` is a Result, not a Done.

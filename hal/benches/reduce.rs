@@ -144,7 +144,7 @@ fn store_contender<'a>(dtype: Dtype, acc_len_bytes: usize) -> Contender<'a> {
     let mut acc = Buffer::new(acc_len_bytes, 0);
     let mut dst = Buffer::new(count * dtype.size_bytes(), 0);
     let bytes = dst.len;
-    let pass = move || kernel.store(black_box(dst.as_mut()), black_box(acc.as_mut()));
+    let pass = move || kernel.store(black_box(dst.as_mut()), black_box(acc.as_mut()), 3);
     Contender { name: format!("{dtype} store"), bytes, pass: Box::new(pass) }
 }
 

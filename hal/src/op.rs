@@ -95,12 +95,24 @@ impl Collective {
 }
 
 wire_enum! {
-    /// An element type. Numbers 1..=4, 6, 8, 13, 14 are kept for i8, u8, i16, u16, u32, u64, fp8 e4m3 and e5m2.
+    /// An element type. [`reduce`](crate::reduce) has the table of what each does under each operator.
     Dtype, "element type" {
-        /// 32-bit signed integer; sums wrap.
+        /// 8-bit signed integer; sums and products wrap.
+        I8 = 1, "i8";
+        /// 8-bit unsigned integer; sums and products wrap.
+        U8 = 2, "u8";
+        /// 16-bit signed integer; sums and products wrap.
+        I16 = 3, "i16";
+        /// 16-bit unsigned integer; sums and products wrap.
+        U16 = 4, "u16";
+        /// 32-bit signed integer; sums and products wrap.
         I32 = 5, "i32";
-        /// 64-bit signed integer; sums wrap.
+        /// 32-bit unsigned integer; sums and products wrap.
+        U32 = 6, "u32";
+        /// 64-bit signed integer; sums and products wrap.
         I64 = 7, "i64";
+        /// 64-bit unsigned integer; sums and products wrap.
+        U64 = 8, "u64";
         /// IEEE 754 binary16; accumulated in [`Dtype::F32`].
         F16 = 9, "f16";
         /// bfloat16; accumulated in [`Dtype::F32`].
@@ -109,37 +121,76 @@ wire_enum! {
         F32 = 11, "f32";
         /// IEEE 754 binary64.
         F64 = 12, "f64";
+        /// OCP 8-bit float E4M3 (no infinities, so "fn" in other libraries); accumulated in [`Dtype::F32`].
+        E4m3 = 13, "f8e4m3";
+        /// OCP 8-bit float E5M2; accumulated in [`Dtype::F32`].
+        E5m2 = 14, "f8e5m2";
     }
 }
 
 impl Dtype {
-    /// Return the size of one element in bytes.
+    /// Return the size of one value in bytes. An operation's element may be two: [`OpDesc::element_bytes`].
     pub const fn size_bytes(self) -> usize {
         match self {
-            Self::F16 | Self::Bf16 => 2,
-            Self::I32 | Self::F32 => 4,
-            Self::I64 | Self::F64 => 8,
+            Self::I8 | Self::U8 | Self::E4m3 | Self::E5m2 => 1,
+            Self::I16 | Self::U16 | Self::F16 | Self::Bf16 => 2,
+            Self::I32 | Self::U32 | Self::F32 => 4,
+            Self::I64 | Self::U64 | Self::F64 => 8,
         }
     }
 
     /// Return the type in which nodes accumulate, and in which partial results travel (PROTOCOL 9).
     pub const fn accumulator(self) -> Self {
         match self {
-            Self::F16 | Self::Bf16 => Self::F32,
+            Self::F16 | Self::Bf16 | Self::E4m3 | Self::E5m2 => Self::F32,
             other => other,
         }
+    }
+
+    /// Return whether this is an integer type.
+    pub const fn is_integer(self) -> bool {
+        self.to_wire() <= Self::U64.to_wire()
     }
 }
 
 wire_enum! {
-    /// A reduction operator. Number 2 is kept for the product, 5 and up for averages, bits and locations.
+    /// A reduction operator.
     ReduceOp, "operator" {
         /// Sum: integers wrap, floats round once an addition in the accumulator type.
         Sum = 1, "sum";
+        /// Product: integers wrap, floats round once a multiplication in the accumulator type.
+        Prod = 2, "prod";
         /// IEEE 754-2019 `minimum`: NaN wins, -0 < +0.
         Min = 3, "min";
         /// IEEE 754-2019 `maximum`: NaN wins, -0 < +0.
         Max = 4, "max";
+        /// The sum, divided once by the number of ranks where the result is rounded.
+        Avg = 5, "avg";
+        /// The sum of contributions that each rank has multiplied by a scalar of its own before they leave.
+        PremulSum = 6, "premul_sum";
+        /// Bitwise and of integers.
+        Band = 7, "band";
+        /// Bitwise or of integers.
+        Bor = 8, "bor";
+        /// Bitwise exclusive or of integers.
+        Bxor = 9, "bxor";
+        /// Logical and of integers: 1 if none is 0, else 0.
+        Land = 10, "land";
+        /// Logical or of integers: 1 if any is not 0, else 0.
+        Lor = 11, "lor";
+        /// Logical exclusive or of integers: 1 if an odd number of them is not 0, else 0.
+        Lxor = 12, "lxor";
+        /// The least of {value, index} pairs: NaN wins, ties go to the lowest index.
+        MinLoc = 13, "minloc";
+        /// The greatest of {value, index} pairs: NaN wins, ties go to the lowest index.
+        MaxLoc = 14, "maxloc";
+    }
+}
+
+impl ReduceOp {
+    /// Return whether elements are pairs of a value and an unsigned index of the same size.
+    pub const fn is_located(self) -> bool {
+        matches!(self, Self::MinLoc | Self::MaxLoc)
     }
 }
 
@@ -255,6 +306,31 @@ impl OpDesc {
         bytes[4..].copy_from_slice(&first.0.to_le_bytes());
         crate::wire::crc32c(&bytes)
     }
+
+    /// Return the size of one element in bytes: of a value, or of a pair for operators with locations. 0 for an
+    /// operation without elements.
+    pub const fn element_bytes(&self) -> usize {
+        match self.dtype {
+            Some(dtype) => dtype.size_bytes() * self.values_each(),
+            None => 0,
+        }
+    }
+
+    /// Return the size of one element of a partial result in bytes: as [`OpDesc::element_bytes`], in the accumulator
+    /// type. What is only moved has no other form.
+    pub const fn partial_bytes(&self) -> usize {
+        match (self.dtype, self.op) {
+            (Some(dtype), Some(_)) => dtype.accumulator().size_bytes() * self.values_each(),
+            _ => self.element_bytes(),
+        }
+    }
+
+    const fn values_each(&self) -> usize {
+        match self.op {
+            Some(op) if op.is_located() => 2,
+            _ => 1,
+        }
+    }
 }
 
 impl fmt::Display for OpDesc {
@@ -297,12 +373,39 @@ mod tests {
     }
 
     #[test]
+    fn an_element_is_a_value_or_a_pair() {
+        let sizes = |dtype, op| {
+            let desc = OpDesc::all_reduce(dtype, op, 1);
+            (desc.element_bytes(), desc.partial_bytes())
+        };
+        assert_eq!(sizes(Dtype::E4m3, ReduceOp::Prod), (1, 4));
+        assert_eq!(sizes(Dtype::F64, ReduceOp::Min), (8, 8));
+        assert_eq!(sizes(Dtype::F32, ReduceOp::MinLoc), (8, 8));
+        assert_eq!(sizes(Dtype::U64, ReduceOp::MaxLoc), (16, 16));
+        let moved = OpDesc::all_gather(Dtype::F16, 1);
+        assert_eq!((moved.element_bytes(), moved.partial_bytes()), (2, 2));
+        assert_eq!(OpDesc::barrier().element_bytes(), 0);
+    }
+
+    #[test]
+    fn the_integers_are_named() {
+        let integers: Vec<_> = Dtype::ALL.iter().filter(|dtype| dtype.is_integer()).map(|dtype| dtype.name()).collect();
+        assert_eq!(integers, ["i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64"]);
+    }
+
+    #[test]
     fn numbers_and_names_round_trip() {
         for &dtype in Dtype::ALL {
             assert_eq!(Dtype::from_wire(dtype.to_wire()), Some(dtype));
             assert_eq!(Dtype::from_name(dtype.name()), Some(dtype));
         }
+        for &op in ReduceOp::ALL {
+            assert_eq!(ReduceOp::from_wire(op.to_wire()), Some(op));
+            assert_eq!(ReduceOp::from_name(op.name()), Some(op));
+        }
         assert_eq!(Dtype::from_wire(0), None);
+        assert_eq!(Dtype::from_wire(15), None);
+        assert_eq!(ReduceOp::from_wire(15), None);
         assert_eq!(ReduceOp::from_name("nonsense"), None);
     }
 }

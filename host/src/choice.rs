@@ -19,7 +19,8 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 use sumac_hal::ctrl::Order;
-use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
+use sumac_hal::op::{Collective, OpDesc, Path};
+use sumac_hal::reduce::Kernel;
 use thiserror::Error;
 
 /// What the caller asks for.
@@ -247,7 +248,7 @@ pub fn explain(situation: &Situation, desc: &OpDesc, requested: Algo) -> Explana
 
 fn judge(situation: &Situation, desc: &OpDesc, path: Path) -> Result<f64, RuledOut> {
     let Situation { ranks, table, .. } = situation;
-    let bytes = desc.dtype.map_or(0, Dtype::size_bytes) as f64 * desc.count as f64;
+    let bytes = desc.element_bytes() as f64 * desc.count as f64;
     let n = f64::from(*ranks);
     let share = (n - 1.0) / n;
     match path {
@@ -292,10 +293,10 @@ fn knows(tree: &TreeFacts, desc: &OpDesc) -> bool {
         && desc.op.is_none_or(|op| has(tree.ops, op.to_wire()))
 }
 
-/// Integer arithmetic wraps and minima and maxima pick: only sums of floats depend on the order.
+/// Integer arithmetic wraps and minima and maxima pick: only sums and products of floats depend on the order.
 fn depends_on_order(order: Order, desc: &OpDesc) -> bool {
-    let float = desc.dtype.is_some_and(|dtype| !matches!(dtype, Dtype::I32 | Dtype::I64));
-    order != Order::Arrival && float && desc.op == Some(ReduceOp::Sum)
+    let kernel = desc.dtype.zip(desc.op).and_then(|(dtype, op)| Kernel::new(dtype, op));
+    order != Order::Arrival && kernel.is_some_and(|kernel| kernel.depends_on_order())
 }
 
 /// Halving-doubling evaluates pairs, pairs of pairs, ... of ranks: the bits of an aligned pairwise tree.
@@ -312,6 +313,7 @@ fn halving_doubling_keeps(situation: &Situation) -> Result<(), RuledOut> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sumac_hal::op::{Dtype, ReduceOp};
 
     const TREE: TreeFacts =
         TreeFacts { levels: 2, max_children: 2, aligned: true, dtypes: u32::MAX, ops: u32::MAX, collectives: u32::MAX };

@@ -207,7 +207,8 @@ impl Live<'_> {
         }
         if let Some(kernel) = slot.kernel().filter(|_| has_value) {
             let elements = slot.elements.unwrap_or(0) as usize;
-            let len = kernel.finish(self.stages(index).value(), elements);
+            let ranks = self.group.config.ranks.get();
+            let len = kernel.finish(self.stages(index).value(), elements, ranks);
             self.slots[index].value_len = len as u16;
         }
         self.answer(index);

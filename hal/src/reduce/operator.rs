@@ -14,11 +14,29 @@ pub(super) trait Operator<A> {
 /// Addition: integers wrap, floats round once.
 pub(super) struct Sum;
 
+/// Multiplication: integers wrap, floats round once.
+pub(super) struct Prod;
+
 /// The lesser of two; floats by IEEE 754-2019 `minimum` (section 9.6).
 pub(super) struct Min;
 
 /// The greater of two; floats by IEEE 754-2019 `maximum` (section 9.6).
 pub(super) struct Max;
+
+/// Bitwise and.
+pub(super) struct Band;
+
+/// Bitwise or. It serves the logical or too, whose result becomes 0 or 1 at the end ([`super::last::Truth`]).
+pub(super) struct Bor;
+
+/// Bitwise exclusive or.
+pub(super) struct Bxor;
+
+/// Logical and: 1 where neither is 0, else 0.
+pub(super) struct Land;
+
+/// Logical exclusive or: 1 where one is 0 and the other not, else 0.
+pub(super) struct Lxor;
 
 macro_rules! operators {
     ($($ty:ident { $($op:ident |$a:ident, $b:ident| $value:expr;)* })*) => {$($(
@@ -31,11 +49,19 @@ macro_rules! operators {
     )*)*};
 }
 
+// Sums, products and bits of signed integers are those of unsigned ones.
 macro_rules! integer_operators {
-    ($($ty:ident)*) => {
+    ($($unsigned:ident $signed:ident)*) => {
         operators! {$(
-            $ty {
+            $unsigned {
                 Sum |a, b| a.wrapping_add(b);
+                Prod |a, b| a.wrapping_mul(b);
+                Min |a, b| a.min(b);
+                Max |a, b| a.max(b);
+                Land |a, b| $unsigned::from((a != 0) & (b != 0));
+                Lxor |a, b| $unsigned::from((a != 0) ^ (b != 0));
+            }
+            $signed {
                 Min |a, b| a.min(b);
                 Max |a, b| a.max(b);
             }
@@ -50,6 +76,7 @@ macro_rules! float_operators {
         operators! {$(
             $ty {
                 Sum |a, b| a + b;
+                Prod |a, b| a * b;
                 Min |a, b| {
                     let equal = $ty::from_bits(a.to_bits() | b.to_bits());
                     let lesser = if a < b { a } else if b < a { b } else { equal };
@@ -65,5 +92,13 @@ macro_rules! float_operators {
     };
 }
 
-integer_operators!(i32 i64);
+integer_operators!(u8 i8 u16 i16 u32 i32 u64 i64);
 float_operators! { f32 F32_NAN; f64 F64_NAN; }
+
+operators! {
+    u8 {
+        Band |a, b| a & b;
+        Bor |a, b| a | b;
+        Bxor |a, b| a ^ b;
+    }
+}

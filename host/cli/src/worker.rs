@@ -7,7 +7,7 @@
 use crate::collective;
 use crate::exit::Failure;
 use crate::job::{Case, Measured, RankJob, Report, Work};
-use crate::pattern::Pattern;
+use crate::pattern::{Expected, Pattern};
 use anyhow::{Context, anyhow};
 use rustix::time::{ClockId, clock_gettime};
 use std::io::{self, Write};
@@ -68,7 +68,7 @@ impl<'a> Bench<'a> {
         let known = self.pattern.take().filter(|(dtype, op, _)| (*dtype, *op) == (case.dtype, case.op));
         let (.., pattern) = self
             .pattern
-            .insert(known.unwrap_or_else(|| (case.dtype, case.op, Pattern::new(case.dtype, case.op, rank, ranks))));
+            .insert(known.unwrap_or_else(|| (case.dtype, case.op, Pattern::new(case.dtype, case.op, ranks))));
         let buffer = &mut self.buffer[..size_bytes];
         let mut sum = Measured {
             times_ns: Vec::with_capacity(self.iterations as usize),
@@ -82,7 +82,7 @@ impl<'a> Bench<'a> {
         };
         for nth in 0..u64::from(self.warmup) + u64::from(self.iterations) {
             self.iteration += 1;
-            pattern.fill(buffer, self.iteration);
+            pattern.fill(buffer, rank, self.iteration, 0);
             self.communicator.barrier().map_err(|error| failed(case, &error))?;
             let cpu_before = cpu_time();
             let start = Instant::now();
@@ -95,7 +95,7 @@ impl<'a> Bench<'a> {
                 Err(sumac::Error::NotPossible(why)) => return Ok(Report::NotPossible { why: why.to_string() }),
                 Err(error) => return Err(failed(case, &error)),
             };
-            sum.wrong += pattern.wrong(buffer, self.iteration);
+            sum.wrong += pattern.wrong(buffer, Expected::Reduced, self.iteration, 0);
             if nth >= u64::from(self.warmup) {
                 sum.times_ns.push(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
                 sum.cpu_ns += u64::try_from(cpu.as_nanos()).unwrap_or(u64::MAX);

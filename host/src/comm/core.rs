@@ -530,12 +530,12 @@ fn schedule(desc: &OpDesc, path: Path, mesh: &Mesh) -> Result<Schedule, Error> {
 fn run_alone(desc: &OpDesc, buffer: &mut [u8]) -> Result<(), Error> {
     let Some(kernel) = desc.dtype.zip(desc.op).and_then(|(dtype, op)| Kernel::new(dtype, op)) else { return Ok(()) };
     let mut acc = [0; 4096];
-    let per_block = acc.len() / kernel.accumulator().size_bytes();
-    for block in buffer.chunks_mut(per_block * kernel.dtype().size_bytes()) {
-        let elements = block.len() / kernel.dtype().size_bytes();
-        let acc = &mut acc[..elements * kernel.accumulator().size_bytes()];
+    let per_block = acc.len() / kernel.accumulator_bytes();
+    for block in buffer.chunks_mut(per_block * kernel.element_bytes()) {
+        let elements = block.len() / kernel.element_bytes();
+        let acc = &mut acc[..elements * kernel.accumulator_bytes()];
         kernel.load(acc, block, false);
-        kernel.store(block, acc);
+        kernel.store(block, acc, 1);
     }
     Ok(())
 }

@@ -34,6 +34,7 @@ use crate::choice::{Algo, Explanation};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
+use sumac_hal::reduce::Kernel;
 
 /// How one call differs from the communicator's defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -121,13 +122,7 @@ impl Communicator {
         op: ReduceOp,
         options: &CallOptions,
     ) -> Result<Outcome, Error> {
-        let size = dtype.size_bytes();
-        if !buffer.len().is_multiple_of(size) {
-            let what =
-                format!("a buffer of {} bytes does not hold whole elements of {dtype} ({size} bytes)", buffer.len());
-            return Err(Error::Argument(what));
-        }
-        let desc = OpDesc::all_reduce(dtype, op, (buffer.len() / size) as u64);
+        let desc = describe(dtype, op, buffer.len())?;
         self.lock().run(desc, buffer, options)
     }
 
@@ -149,7 +144,7 @@ impl Communicator {
         op: ReduceOp,
         options: &CallOptions,
     ) -> Result<Handle<T>, Error> {
-        let desc = OpDesc::all_reduce(T::DTYPE, op, buffer.len() as u64);
+        let desc = describe(T::DTYPE, op, size_of_val(buffer.as_slice()))?;
         let id = self.lock().start(desc, Box::new(buffer), options)?;
         Ok(Handle::new(Arc::clone(&self.core), id))
     }
@@ -185,6 +180,20 @@ impl Communicator {
     fn lock(&self) -> MutexGuard<'_, Core> {
         lock(&self.core)
     }
+}
+
+/// Describe an all-reduce of a buffer, if its type and operator go together and it holds whole elements.
+fn describe(dtype: Dtype, op: ReduceOp, len_bytes: usize) -> Result<OpDesc, Error> {
+    if let Some(why) = Kernel::why_not(dtype, op) {
+        return Err(Error::Argument(format!("{op} of {dtype}: {why}")));
+    }
+    let desc = OpDesc::all_reduce(dtype, op, 0);
+    let size = desc.element_bytes();
+    if !len_bytes.is_multiple_of(size) {
+        let what = format!("a buffer of {len_bytes} bytes does not hold whole elements of {dtype} {op} ({size} bytes)");
+        return Err(Error::Argument(what));
+    }
+    Ok(OpDesc { count: (len_bytes / size) as u64, ..desc })
 }
 
 fn lock(core: &Mutex<Core>) -> MutexGuard<'_, Core> {

@@ -7,6 +7,7 @@ use crate::choice::TreeFacts;
 use crate::plan::{Child, DeviceLimits, HostSelection, Limits, Plan, plan};
 use crate::topo::Fabric;
 use std::collections::BTreeMap;
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use sumac_hal::ctrl::{GroupConfig, NodeParent, Order, Request, TreeConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
@@ -263,6 +264,7 @@ impl Placement {
             window_max: self.window_max,
             slots: self.slots,
             chunk_len_bytes: self.chunk_len_bytes,
+            ranks: NonZeroU32::new(self.ranks.len() as u32).unwrap_or(NonZeroU32::MIN),
             lease_ms: u32::try_from(config.lease.as_millis()).unwrap_or(u32::MAX),
             timers: config.timers.into(),
         }

@@ -22,8 +22,7 @@ use super::PostError;
 use crate::coll::Span;
 use std::collections::VecDeque;
 use std::ops::Range;
-use sumac_hal::op::{Collective, Dtype, OpDesc};
-use sumac_hal::reduce::Kernel;
+use sumac_hal::op::{Collective, OpDesc};
 
 /// The most operations in flight in one group.
 const MAX_OPS: usize = 1024;
@@ -130,7 +129,7 @@ impl Op {
 
     /// Return the length of an element in bytes, `None` if the operation moves none through the tree.
     fn element_bytes(&self) -> Option<usize> {
-        self.desc.dtype.filter(|_| self.chunk_elements > 0 && self.desc.count > 0).map(Dtype::size_bytes)
+        (self.chunk_elements > 0 && self.desc.count > 0).then(|| self.desc.element_bytes())
     }
 
     /// Return the elements of chunk `index`, and whose block they belong to if chunks do not cross blocks.
@@ -208,13 +207,10 @@ impl Ops {
         Ok(id)
     }
 
-    /// Return how many elements fit a chunk: as many as its partial results, in the accumulator type (PROTOCOL 1),
-    /// where they combine; 0 for an operation without elements.
+    /// Return how many elements fit a chunk: as many as their partial results, in the accumulator type (PROTOCOL 1);
+    /// 0 for an operation without elements.
     fn chunk_elements(&self, desc: &OpDesc) -> u64 {
-        let kernel = desc.dtype.zip(desc.op).and_then(|(dtype, op)| Kernel::new(dtype, op));
-        let partial = kernel.map(|kernel| kernel.accumulator()).or(desc.dtype);
-        let size = partial.map(|partial| partial.size_bytes().max(desc.dtype.map_or(0, Dtype::size_bytes)));
-        size.map_or(0, |size| (self.chunk_len_bytes / size) as u64)
+        self.chunk_len_bytes.checked_div(desc.partial_bytes()).unwrap_or(0) as u64
     }
 
     /// Return the seq after the last posted.
@@ -256,7 +252,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
     use sumac_hal::ids::Rank;
-    use sumac_hal::op::ReduceOp;
+    use sumac_hal::op::{Dtype, ReduceOp};
 
     const CHUNK_LEN: usize = 32;
 

@@ -12,6 +12,8 @@ pub(super) struct Memory<'a> {
     /// Accumulators for every element; empty where the caller's buffer holds them.
     work: &'a mut [u8],
     kernel: Option<&'a Kernel>,
+    /// How many ranks the operation is over.
+    ranks: u32,
     element_bytes: usize,
     partial_bytes: usize,
 }
@@ -27,6 +29,7 @@ impl<'a> Memory<'a> {
     ) -> Result<Self, ExecError> {
         let invalid = |what: String| Err(ExecError::Invalid { what });
         let count = schedule.count();
+        let ranks = schedule.place().ranks();
         if count.checked_mul(element_bytes) != Some(buf.len()) {
             return invalid(format!("a buffer of {} bytes for {count} elements of {element_bytes}", buf.len()));
         }
@@ -34,13 +37,13 @@ impl<'a> Memory<'a> {
             if schedule.reduces() {
                 return invalid("a schedule that reduces, and no kernel".into());
             }
-            return Ok(Self { buf, work: &mut [], kernel, element_bytes, partial_bytes: element_bytes });
+            return Ok(Self { buf, work: &mut [], kernel, ranks, element_bytes, partial_bytes: element_bytes });
         };
-        if kernel.dtype().size_bytes() != element_bytes {
+        if kernel.element_bytes() != element_bytes {
             return invalid(format!("a kernel for {} and elements of {element_bytes} bytes", kernel.dtype()));
         }
-        let partial_bytes = kernel.accumulator().size_bytes();
-        let mut memory = Self { buf, work: &mut [], kernel: Some(kernel), element_bytes, partial_bytes };
+        let partial_bytes = kernel.accumulator_bytes();
+        let mut memory = Self { buf, work: &mut [], kernel: Some(kernel), ranks, element_bytes, partial_bytes };
         if kernel.accumulator() != kernel.dtype() {
             let Some(len) = count.checked_mul(partial_bytes) else {
                 return invalid(format!("{count} accumulators of {partial_bytes} bytes are beyond the address space"));
@@ -101,9 +104,9 @@ impl<'a> Memory<'a> {
         let Some(kernel) = self.kernel else { return };
         let result = &mut self.buf[range(span, self.element_bytes)];
         if self.work.is_empty() {
-            kernel.finish(result, span.len);
+            kernel.finish(result, span.len, self.ranks);
         } else {
-            kernel.store(result, &self.work[range(span, self.partial_bytes)]);
+            kernel.store(result, &self.work[range(span, self.partial_bytes)], self.ranks);
         }
     }
 

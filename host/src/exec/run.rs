@@ -16,7 +16,7 @@ use crate::coll::{Action, Schedule, Step, Transfer};
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
 use sumac_hal::ids::Rank;
-use sumac_hal::op::{Dtype, OpDesc, Path};
+use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::reduce::Kernel;
 
 /// What all ranks must agree on about one operation, and how long it may take.
@@ -89,7 +89,7 @@ pub fn execute(
         let what = format!("a schedule for {:?} on the mesh of {:?}", schedule.place(), mesh.place);
         return Err(ExecError::Invalid { what });
     }
-    let element_bytes = ctx.desc.dtype.map_or(0, Dtype::size_bytes);
+    let element_bytes = ctx.desc.element_bytes();
     let mut work = std::mem::take(&mut mesh.work);
     let result = Memory::new(schedule, element_bytes, kernel, buf, &mut work).and_then(|memory| {
         let call = Call::new(mesh.rank(), ctx.op_index, ctx.signature, &ctx.desc, ctx.path);

@@ -51,7 +51,7 @@ impl OpMemory {
     /// The buffers of `rank` as it calls operation `op`.
     pub(super) fn before(options: &Options, group: usize, rank: usize, op: usize) -> Self {
         let desc = options.call(group, rank, op);
-        let size = desc.dtype.map_or(0, |dtype| dtype.size_bytes());
+        let size = desc.element_bytes();
         let own = own_block(&desc, options.ranks, rank);
         let in_place = weight(&[options.seed, group as u64, op as u64]) & 1 == 1;
         let given = |e: &u64| contributes(&desc, options.ranks, rank, *e);
@@ -109,7 +109,7 @@ impl OpMemory {
         desc: &OpDesc,
         chunks: &[Range<u64>],
     ) -> Option<usize> {
-        let size = desc.dtype.map_or(0, |dtype| dtype.size_bytes());
+        let size = desc.element_bytes();
         let inside = |e: u64| {
             let place = self.place(e as usize, size);
             Some((self.output.get(place.clone())?, before.output.get(place.clone())?, after.output.get(place)?))
@@ -175,9 +175,7 @@ pub(super) fn results(options: &Options, group: usize, op: usize) -> Vec<Vec<u8>
 /// Return how an operation is cut (PROTOCOL 1): chunks hold as many elements as their partial results fit; those of
 /// an all-gather do not cross blocks.
 pub(super) fn chunks(desc: &OpDesc, ranks: usize, chunk_len_bytes: u16) -> Vec<Range<u64>> {
-    let Some(dtype) = desc.dtype else { return Vec::new() };
-    let partial = if desc.op.is_some() { dtype.accumulator() } else { dtype };
-    let most = usize::from(chunk_len_bytes) / partial.size_bytes();
+    let Some(most) = usize::from(chunk_len_bytes).checked_div(desc.partial_bytes()) else { return Vec::new() };
     let blocks: Vec<Range<usize>> = match desc.collective {
         Collective::AllGather => (0..ranks).map(|rank| own_block(desc, ranks, rank)).collect(),
         _ => std::iter::once(0..desc.count as usize).collect(),

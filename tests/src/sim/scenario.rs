@@ -1,9 +1,10 @@
 //! What happens to a cluster besides faulty links, and what each rank has to be told then.
 
-use super::options::{Draw, Options};
+use super::options::{Draw, Options, draw_op};
 use std::time::Duration;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Dtype, OpDesc, ReduceOp};
+use sumac_hal::reduce::Kernel;
 
 /// The kinds of scenario.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -96,21 +97,20 @@ fn draw_mismatch(draw: &mut Draw, options: &Options) -> Scenario {
 
 fn other_call(draw: &mut Draw, ranks: usize, common: &OpDesc) -> OpDesc {
     let other_root = Rank((common.root.0 + 1) % ranks as u32);
-    let some_op = draw.one_of(ReduceOp::ALL);
     let Some(dtype) = common.dtype else {
-        return OpDesc::all_reduce(draw.one_of(Dtype::ALL), some_op, 1 + draw.below(300));
+        return OpDesc { count: draw.below(300), ..draw_op(draw, ranks) };
     };
     let count = common.count;
+    let fits = |dtype, op: Option<ReduceOp>| op.is_none_or(|op| Kernel::new(dtype, op).is_some());
     match draw.below(6) {
         0 => OpDesc::barrier(),
         1 => {
-            let others: Vec<Dtype> = Dtype::ALL.iter().copied().filter(|&other| other != dtype).collect();
-            OpDesc { dtype: Some(draw.one_of(&others)), ..*common }
+            let others = Dtype::ALL.iter().copied().filter(|&other| other != dtype && fits(other, common.op));
+            OpDesc { dtype: Some(draw.one_of(&others.collect::<Vec<_>>())), ..*common }
         }
         2 if common.op.is_some() => {
-            let others: Vec<ReduceOp> =
-                ReduceOp::ALL.iter().copied().filter(|&other| Some(other) != common.op).collect();
-            OpDesc { op: Some(draw.one_of(&others)), ..*common }
+            let others = ReduceOp::ALL.iter().copied().map(Some).filter(|&op| op != common.op && fits(dtype, op));
+            OpDesc { op: draw.one_of(&others.collect::<Vec<_>>()), ..*common }
         }
         3 if common.collective.is_rooted() => OpDesc { root: other_root, ..*common },
         4 if common.collective != Collective::Broadcast => OpDesc::broadcast(dtype, other_root, count),

@@ -5,14 +5,13 @@ use super::memory::{Memory, OpMemory};
 use super::options::{Draw, Options};
 use super::report::Violation;
 use super::wiring::{Wiring, slots_per_shard};
-use crate::oracle::input;
+use crate::oracle::{input, weight};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use sumac::endpoint::{Endpoint, EndpointError};
 use sumac_device::{Child, Group, Node, NodeConfig, Slot, Storage};
 use sumac_hal::ctrl::{Order, Request, Response, TreeConfig};
 use sumac_hal::ids::{BootId, Epoch};
-use sumac_hal::op::ReduceOp;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 
@@ -41,8 +40,12 @@ impl Member {
 pub(super) fn element(options: &Options, group: usize, rank: usize, op: usize, i: u64) -> Vec<u8> {
     let desc = options.call(group, rank, op);
     let dtype = desc.dtype.expect("only operations with elements are asked");
-    let exact = options.order(group) == Order::Arrival && desc.op == Some(ReduceOp::Sum);
-    input(dtype, exact, &[options.seed, group as u64, rank as u64, op as u64, i])
+    let coordinates = [options.seed, group as u64, rank as u64, op as u64, i];
+    match desc.op {
+        Some(reduce) => input(dtype, reduce, options.order(group) == Order::Arrival, &coordinates),
+        // What is only moved may be any bits.
+        None => weight(&coordinates).to_le_bytes()[..dtype.size_bytes()].to_vec(),
+    }
 }
 
 /// The memory of one shard of a device.

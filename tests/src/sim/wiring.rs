@@ -4,6 +4,7 @@
 
 use super::options::{Draw, Options};
 use crate::oracle::{Shape, weight};
+use std::num::NonZeroU32;
 use sumac::endpoint::EndpointConfig;
 use sumac_hal::ctrl::{GroupConfig, NodeParent, TreeConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
@@ -84,6 +85,7 @@ impl Wiring {
             window_max: options.window,
             slots: slots_per_shard(options),
             chunk_len_bytes: options.chunk_len_bytes,
+            ranks: NonZeroU32::new(options.ranks as u32).expect("a cluster has ranks"),
             lease_ms: LEASE_MS,
             timers: TIMERS.into(),
         }

@@ -41,7 +41,7 @@ impl RunArgs {
 #[derive(Debug, Args)]
 pub(crate) struct AllReduceArgs {
     /// How to combine the arrays
-    #[arg(long, value_name = "OP", default_value = "sum", value_parser = options::op_parser())]
+    #[arg(long, value_name = "OP", default_value = "sum", value_parser = options::array_op_parser())]
     pub(super) op: ReduceOp,
     /// One rank's arrays, a .npy or .safetensors file; give it once a rank
     #[arg(long = "input", value_name = "FILE", required = true)]

@@ -20,7 +20,7 @@ use crate::files::{AgreeError, ArrayFile, Axis0, Format, Output, OutputHead, Sha
 use crate::job::{FileWork, RankJob, Report, Work};
 use crate::layout::Layout;
 use crate::perf::{Reports, spawn_rank};
-use anyhow::anyhow;
+use anyhow::{anyhow, bail};
 use args::RunArgs;
 use bucket::Bucket;
 use indicatif::ProgressBar;
@@ -28,6 +28,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use sumac_hal::op::{Collective, Path as Way, ReduceOp};
+use sumac_hal::reduce::Kernel;
 
 /// How long ranks may take to join, besides the operations' own deadlines.
 const JOIN_LIMIT: Duration = Duration::from_secs(60);
@@ -35,6 +36,7 @@ const JOIN_LIMIT: Duration = Duration::from_secs(60);
 /// `sumac all-reduce`.
 pub(crate) fn all_reduce(args: &AllReduceArgs, verbose: u8) -> Result<(), Failure> {
     let files = inspect_all(&args.inputs, Axis0::Keep).map_err(Failure::input)?;
+    reducible(&files[0], args.op).map_err(Failure::Input)?;
     let head = OutputHead::new(&files, Axis0::Keep).map_err(Failure::Input)?;
     let ranks = files.len();
     let mut outputs = vec![None; ranks];
@@ -148,6 +150,16 @@ fn pieces(files: &[ArrayFile], head: &OutputHead, ranks: usize) -> Vec<Piece> {
         }
     };
     head.tensors.iter().map(piece).collect()
+}
+
+/// Check that a file's elements can be reduced by an operator.
+fn reducible(file: &ArrayFile, op: ReduceOp) -> anyhow::Result<()> {
+    for tensor in &file.tensors {
+        if let Some(why) = Kernel::why_not(tensor.dtype, op) {
+            bail!("{}: {}no {op} of {}: {why}", file.path.display(), tensor.label(), tensor.dtype);
+        }
+    }
+    Ok(())
 }
 
 /// Check that an output's name does not say another format than the inputs'.

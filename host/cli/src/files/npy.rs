@@ -14,8 +14,19 @@ use std::path::Path;
 use sumac_hal::op::Dtype;
 
 /// The element types that this version reduces, as the format calls them.
-const TYPES: [(&str, Dtype); 5] =
-    [("<f2", Dtype::F16), ("<f4", Dtype::F32), ("<f8", Dtype::F64), ("<i4", Dtype::I32), ("<i8", Dtype::I64)];
+const TYPES: [(&str, Dtype); 11] = [
+    ("|i1", Dtype::I8),
+    ("|u1", Dtype::U8),
+    ("<i2", Dtype::I16),
+    ("<u2", Dtype::U16),
+    ("<i4", Dtype::I32),
+    ("<u4", Dtype::U32),
+    ("<i8", Dtype::I64),
+    ("<u8", Dtype::U64),
+    ("<f2", Dtype::F16),
+    ("<f4", Dtype::F32),
+    ("<f8", Dtype::F64),
+];
 
 /// Look at a file of `file_len_bytes` bytes.
 pub(super) fn inspect(file: &mut impl Read, file_len_bytes: u64, path: &Path) -> Result<ArrayFile, FileError> {

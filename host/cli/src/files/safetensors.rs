@@ -20,13 +20,21 @@ const HEADER_MAX_LEN: u64 = 100_000_000;
 const PREFIX_LEN: u64 = 8;
 
 /// The element types that this version reduces, as the format calls them.
-const TYPES: [(Stored, Dtype); 6] = [
+const TYPES: [(Stored, Dtype); 14] = [
+    (Stored::I8, Dtype::I8),
+    (Stored::U8, Dtype::U8),
+    (Stored::I16, Dtype::I16),
+    (Stored::U16, Dtype::U16),
+    (Stored::I32, Dtype::I32),
+    (Stored::U32, Dtype::U32),
+    (Stored::I64, Dtype::I64),
+    (Stored::U64, Dtype::U64),
     (Stored::F16, Dtype::F16),
     (Stored::BF16, Dtype::Bf16),
     (Stored::F32, Dtype::F32),
     (Stored::F64, Dtype::F64),
-    (Stored::I32, Dtype::I32),
-    (Stored::I64, Dtype::I64),
+    (Stored::F8_E4M3, Dtype::E4m3),
+    (Stored::F8_E5M2, Dtype::E5m2),
 ];
 
 /// Look at a file of `len_bytes` bytes.

@@ -83,7 +83,7 @@ fn bad_files_are_named_with_both_values() {
     assert!(message(b"PK\x03\x04 a zip file", "zip").contains("not a .npy file"));
     assert!(message(b"", "empty").contains("ends within"));
     assert!(message(&good[..40], "head").contains("ends within its header"));
-    assert!(message(&npy(&[1_u8; 4], &[4], npyz::Order::C), "u8").contains("|u1"));
+    assert!(message(&npy(&[true; 4], &[4], npyz::Order::C), "bool").contains("element type |b1"));
     let big_endian: Vec<u8> = String::from_utf8_lossy(&good[10..]).replace('<', ">").into_bytes();
     assert!(message(&[&good[..10], &big_endian].concat(), "big").contains("element type >f4"));
     let huge =
