@@ -4,6 +4,7 @@ use crate::collective::AllReduceArgs;
 use crate::doctor::DoctorArgs;
 use crate::perf::PerfArgs;
 use crate::plan::PlanArgs;
+use crate::selftest::SelftestArgs;
 use crate::server::{ControllerArgs, DeviceArgs};
 use crate::status::StatusArgs;
 use clap::{ArgAction, Parser, Subcommand};
@@ -56,6 +57,17 @@ pub(crate) enum Command {
     Controller(ControllerArgs),
     /// Show what a controller knows: fabric, devices and jobs
     Status(StatusArgs),
+    /// Test every link of a cluster on its own: rank to device, and device to device
+    ///
+    /// Asks the controller that --controller, MASTER_ADDR or SUMAC_PORT name, and tests from here; where none is
+    /// named, starts devices on this machine as perf does. Every device is tested alone, then every pair of devices, by
+    /// jobs whose tree is pinned to them. Exit status 1 if a link loses more than --max-loss, or does not work.
+    ///
+    /// round trip is the median of small operations; of a link between devices, what it adds to the link of the
+    /// device that is reached from here. bandwidth is that of large operations, each way at once; between devices, that
+    /// of the whole way from here.
+    #[command(after_long_help = SELFTEST_HELP)]
+    Selftest(SelftestArgs),
     /// Plan the aggregation tree of some hosts on a fabric
     ///
     /// Picks a root and a tree with the fewest levels and the least link sharing, within each node's limit.
@@ -117,6 +129,19 @@ EXAMPLES
 
 EXIT STATUS
   0 written, 1 the run failed, 2 bad input; there is no output file unless the status is 0";
+
+const SELFTEST_HELP: &str = "\
+EXAMPLES
+  sumac selftest                                  the links of devices that it starts here
+  sumac selftest --controller 127.0.0.1:7847
+  sumac selftest --device leaf0 --device spine0 --max-loss 0.01 --json
+
+JSON
+  One object a link: from to ok packets lost loss_percent latency_us bandwidth_gbytes_s problem. from is `rank` or a
+  device; figures of a link over which nothing came back are null; problem is null if ok.
+
+EXIT STATUS
+  0 all links good, 1 a link is bad or the controller is not reached, 2 bad usage, 130 interrupted";
 
 const PLAN_HELP: &str = "\
 EXAMPLES

@@ -7,6 +7,7 @@
 //! Invariants: results go to stdout and everything else to stderr; the exit status is one of those in
 //! [`exit`]; no outside input (option, file, environment, peer) panics.
 
+mod address;
 mod args;
 mod cluster;
 mod collective;
@@ -21,6 +22,7 @@ mod options;
 mod pattern;
 mod perf;
 mod plan;
+mod selftest;
 mod server;
 mod size;
 mod stats;
@@ -41,6 +43,7 @@ fn main() -> ExitCode {
         Command::AllReduce(args) => collective::all_reduce(&args, cli.verbose),
         Command::Device(args) => server::run_device(args),
         Command::Controller(args) => server::run_controller(&args),
+        Command::Selftest(args) => selftest::run(&args, cli.verbose),
         Command::Status(args) => status::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Doctor(args) => doctor::run(&args),
