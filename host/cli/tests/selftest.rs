@@ -49,7 +49,7 @@ impl Cluster {
     }
 }
 
-fn names<'a>(rows: &'a [(String, Value)], keep: impl Fn(&Value) -> bool) -> Vec<&'a str> {
+fn names(rows: &[(String, Value)], keep: impl Fn(&Value) -> bool) -> Vec<&str> {
     rows.iter().filter(|(_, row)| keep(row)).map(|(name, _)| name.as_str()).collect()
 }
 

@@ -10,7 +10,7 @@ mod args;
 mod bucket;
 mod rank;
 
-pub(crate) use args::AllReduceArgs;
+pub(crate) use args::{AllGatherArgs, AllReduceArgs, BroadcastArgs, ReduceScatterArgs};
 pub(crate) use bucket::Piece;
 pub(crate) use rank::run as run_rank;
 
@@ -35,17 +35,85 @@ const JOIN_LIMIT: Duration = Duration::from_secs(60);
 
 /// `sumac all-reduce`.
 pub(crate) fn all_reduce(args: &AllReduceArgs, verbose: u8) -> Result<(), Failure> {
-    let files = inspect_all(&args.inputs, Axis0::Keep).map_err(Failure::input)?;
-    reducible(&files[0], args.op).map_err(Failure::Input)?;
-    let head = OutputHead::new(&files, Axis0::Keep).map_err(Failure::Input)?;
-    let ranks = files.len();
-    let mut outputs = vec![None; ranks];
-    outputs[0] = Some(args.output.clone());
+    let files = Files::inspect(&args.inputs, Axis0::Keep)?;
+    reducible(&files.inputs[0], args.op).map_err(Failure::Input)?;
+    let ranks = args.inputs.len();
+    let said = format!("{}: {} of {ranks} {}", args.output.display(), args.op, describe(&files.inputs[0]));
     let call = Call { collective: Collective::AllReduce, op: args.op, root: 0, run: &args.run };
-    let inputs = args.inputs.iter().cloned().map(Some).collect();
-    let job = Job { call, inputs, pieces: pieces(&files, &head, ranks), outputs };
-    let said = format!("{}: {} of {ranks} {}", args.output.display(), args.op, describe(&files[0]));
-    job.run(&files[0], &head, &said, verbose)
+    let outputs = only(0, &args.output, ranks);
+    files.job(call, all(&args.inputs), outputs).run(&files, &said, verbose)
+}
+
+/// `sumac reduce-scatter`.
+pub(crate) fn reduce_scatter(args: &ReduceScatterArgs, verbose: u8) -> Result<(), Failure> {
+    let files = Files::inspect(&args.inputs, Axis0::Cut)?;
+    let first = &files.inputs[0];
+    reducible(first, args.op).map_err(Failure::Input)?;
+    let ranks = args.inputs.len();
+    let paths = args.outputs.paths(first.format, ranks).map_err(Failure::Input)?;
+    let part = match &files.head.tensors[..] {
+        [array] if first.format == Format::Npy => format!(" of {}", Shape(&array.shape)),
+        _ => String::new(),
+    };
+    let (from, to) = (paths[0].display(), paths[ranks - 1].display());
+    let said = format!("{from} to {to}: {} of {ranks} {}, in {ranks} parts{part}", args.op, describe(first));
+    let call = Call { collective: Collective::ReduceScatter, op: args.op, root: 0, run: &args.run };
+    files.job(call, all(&args.inputs), all(&paths)).run(&files, &said, verbose)
+}
+
+/// `sumac all-gather`.
+pub(crate) fn all_gather(args: &AllGatherArgs, verbose: u8) -> Result<(), Failure> {
+    let files = Files::inspect(&args.inputs, Axis0::Join)?;
+    let ranks = args.inputs.len();
+    let joined = ArrayFile { tensors: files.head.tensors.clone(), ..files.inputs[0].clone() };
+    let said = format!("{}: {ranks} files joined to {}", args.output.display(), describe(&joined));
+    let call = Call { collective: Collective::AllGather, op: ReduceOp::Sum, root: 0, run: &args.run };
+    let outputs = only(0, &args.output, ranks);
+    files.job(call, all(&args.inputs), outputs).run(&files, &said, verbose)
+}
+
+/// `sumac broadcast`.
+pub(crate) fn broadcast(args: &BroadcastArgs, verbose: u8) -> Result<(), Failure> {
+    let (root, ranks) = (args.root, args.ranks as usize);
+    if root >= args.ranks {
+        return Err(Failure::Input(anyhow!("--root {root}: there are {ranks} ranks, numbered from 0")));
+    }
+    let files = Files::inspect(std::slice::from_ref(&args.input), Axis0::Keep)?;
+    let first = &files.inputs[0];
+    let said = format!("{}: {} from rank {root} to all of {ranks}", args.output.display(), describe(first));
+    let call = Call { collective: Collective::Broadcast, op: ReduceOp::Sum, root, run: &args.run };
+    // Written by a rank that has it from the network alone, where there is one.
+    let outputs = only((root as usize + 1) % ranks, &args.output, ranks);
+    files.job(call, only(root as usize, &args.input, ranks), outputs).run(&files, &said, verbose)
+}
+
+/// The inputs, which go together, and what comes of them.
+struct Files {
+    inputs: Vec<ArrayFile>,
+    head: OutputHead,
+}
+
+impl Files {
+    fn inspect(paths: &[PathBuf], axis0: Axis0) -> Result<Self, Failure> {
+        let inputs = inspect_all(paths, axis0).map_err(Failure::input)?;
+        let head = OutputHead::new(&inputs, axis0).map_err(Failure::Input)?;
+        Ok(Self { inputs, head })
+    }
+
+    fn job<'a>(&self, call: Call<'a>, inputs: Vec<Option<PathBuf>>, outputs: Vec<Option<PathBuf>>) -> Job<'a> {
+        let pieces = pieces(&self.inputs, &self.head, inputs.len());
+        Job { call, inputs, pieces, outputs }
+    }
+}
+
+/// Every rank has a file of its own.
+fn all(paths: &[PathBuf]) -> Vec<Option<PathBuf>> {
+    paths.iter().cloned().map(Some).collect()
+}
+
+/// One rank has a file.
+fn only(rank: usize, path: &Path, ranks: usize) -> Vec<Option<PathBuf>> {
+    (0..ranks).map(|other| (other == rank).then(|| path.to_owned())).collect()
 }
 
 /// Which collective, and how.
@@ -76,7 +144,8 @@ struct Combined {
 
 impl Job<'_> {
     /// Start a cluster, let its ranks do the job, and give the outputs their names.
-    fn run(&self, first: &ArrayFile, head: &OutputHead, said: &str, verbose: u8) -> Result<(), Failure> {
+    fn run(&self, files: &Files, said: &str, verbose: u8) -> Result<(), Failure> {
+        let (first, head) = (&files.inputs[0], &files.head);
         self.outputs.iter().flatten().try_for_each(|path| same_format(path, first)).map_err(Failure::input)?;
         let layout = self.call.run.layout(self.inputs.len() as u32).map_err(Failure::Input)?;
         let mut supervisor = Supervisor::new(ProgressBar::hidden(), verbose)?;

@@ -12,7 +12,9 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
-use sumac::{CallOptions, Communicator, Outcome};
+use sumac::comm::Buffers;
+use sumac::{CallOptions, Collective, Communicator, OpDesc};
+use sumac_hal::ids::Rank;
 use sumac_hal::op::Path as Way;
 use sumac_hal::wire::crc32c;
 
@@ -23,26 +25,36 @@ pub(crate) fn run(communicator: &Communicator, work: &FileWork) -> Result<Report
     let open = |path: &Path| OpenOptions::new().write(true).open(path).with_context(|| cannot_write(path));
     let output = work.output.as_deref().map(|path| open(path).map(|file| (path, file)));
     let output = output.transpose().map_err(Failure::Run)?;
+    let options = CallOptions { algo: Some(work.algo), ..CallOptions::default() };
     let (mut time, mut checksums) = (Duration::ZERO, Vec::new());
     let (mut paths, mut fallback) = (Vec::<(Way, u32)>::new(), None);
     for bucket in Bucket::all(work.collective, communicator.size() as usize, &work.pieces) {
         let mut given = vec![0; bucket.input_len_bytes()];
+        // Result in place of contribution, unless one is a part of the other.
+        let is_in_place = matches!(work.collective, Collective::AllReduce | Collective::Broadcast);
+        let mut got = vec![0; if is_in_place { 0 } else { bucket.output_len_bytes() }];
         if let Some(file) = &input {
             fill(&bucket, file, communicator.rank(), &mut given).map_err(Failure::Input)?;
         }
         // So that the time is the operation's, and not that of waiting for who is still reading.
         communicator.barrier().map_err(Failure::run)?;
+        let desc = describe(work, &bucket);
+        let buffers = match is_in_place {
+            true => Buffers::InPlace(&mut given),
+            false => Buffers::Separate { input: &given, output: &mut got },
+        };
         let start = Instant::now();
-        let (outcome, got) = operate(communicator, work, &bucket, given).map_err(Failure::run)?;
+        let outcome = communicator.run(&desc, buffers, &options).map_err(Failure::run)?;
         time += start.elapsed();
-        checksums.extend(crc32c(&got).to_le_bytes());
+        let got = if is_in_place { &given } else { &got };
+        checksums.extend(crc32c(got).to_le_bytes());
         match paths.iter_mut().find(|(path, _)| *path == outcome.path) {
             Some((_, count)) => *count += 1,
             None => paths.push((outcome.path, 1)),
         }
         fallback = fallback.or(outcome.fallback);
         if let Some((path, file)) = &output {
-            write(&bucket, &got, file).with_context(|| cannot_write(path)).map_err(Failure::Run)?;
+            write(&bucket, got, file).with_context(|| cannot_write(path)).map_err(Failure::Run)?;
         }
     }
     Ok(Report::Combined {
@@ -72,16 +84,17 @@ fn fill(bucket: &Bucket<'_>, file: &ArrayFile, rank: u32, given: &mut [u8]) -> a
     Ok(())
 }
 
-/// Run a bucket's operation: what is timed. Returns what this rank got.
-fn operate(
-    communicator: &Communicator,
-    work: &FileWork,
-    bucket: &Bucket<'_>,
-    mut given: Vec<u8>,
-) -> Result<(Outcome, Vec<u8>), sumac::Error> {
-    let options = CallOptions { algo: Some(work.algo), deadline: None };
-    let outcome = communicator.all_reduce_bytes(&mut given, bucket.dtype, work.op, &options)?;
-    Ok((outcome, given))
+/// Describe a bucket's operation.
+fn describe(work: &FileWork, bucket: &Bucket<'_>) -> OpDesc {
+    let Bucket { dtype, .. } = *bucket;
+    let count = |len_bytes: usize| (len_bytes / dtype.size_bytes()) as u64;
+    let (given, got) = (count(bucket.input_len_bytes()), count(bucket.output_len_bytes()));
+    match work.collective {
+        Collective::ReduceScatter => OpDesc::reduce_scatter(dtype, work.op, given),
+        Collective::AllGather => OpDesc::all_gather(dtype, got),
+        Collective::Broadcast => OpDesc::broadcast(dtype, Rank(work.root), given),
+        _ => OpDesc::all_reduce(dtype, work.op, given),
+    }
 }
 
 /// Write a bucket's results to their places.

@@ -4,7 +4,7 @@
 
 use super::{AgreeError, ArrayFile, Format, Shape, Tensor};
 use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// What a collective does along the first axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +40,7 @@ pub(crate) fn inspect_all(paths: &[PathBuf], axis0: Axis0) -> Result<Vec<ArrayFi
     Ok(files)
 }
 
-fn same_format(file: &ArrayFile, first: &std::path::Path, expected: Format) -> Result<(), AgreeError> {
+fn same_format(file: &ArrayFile, first: &Path, expected: Format) -> Result<(), AgreeError> {
     if file.format == expected {
         return Ok(());
     }
@@ -67,13 +67,11 @@ fn same_type(
     expected: &Tensor,
     axis0: Axis0,
 ) -> Result<(), AgreeError> {
-    let differs = |what, found_value, expected_value| AgreeError::Differs {
+    let differs = |what, found_value, expected| AgreeError::Differs {
         path: file.path.clone(),
         first: first.path.clone(),
-        label: found.label(),
-        what,
-        found: found_value,
-        expected: expected_value,
+        found: format!("{}{what} {found_value}", found.label()),
+        expected,
         except: if axis0 == Axis0::Join { ", but for axis 0" } else { "" },
     };
     // What is compared starts behind the axis that may differ.

@@ -86,20 +86,16 @@ pub(crate) enum AgreeError {
         other: PathBuf,
     },
     /// Two tensors do not go together.
-    #[error("{}: {label}{what} {found}, but {} has {expected}; all inputs must have the same{except}",
+    #[error("{}: {found}, but {} has {expected}; all inputs must have the same{except}",
         path.display(), first.display())]
     Differs {
         /// The file.
         path: PathBuf,
         /// The file that it is compared with.
         first: PathBuf,
-        /// Which tensor, if the file has several.
-        label: String,
-        /// `shape` or `element type`.
-        what: &'static str,
-        /// This file's.
+        /// What differs, and how it is in this file.
         found: String,
-        /// That file's.
+        /// How it is in that file.
         expected: String,
         /// What need not be the same.
         except: &'static str,

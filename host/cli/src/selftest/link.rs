@@ -149,10 +149,11 @@ impl Row {
     pub(super) fn unreachable(link: &Link, why: &str) -> Self {
         let (from, to) = link.ends();
         let look = match link {
-            Link::ToDevice(_) => format!(
-                "see that its process runs (`sumac status`), that its data port is reachable under the address that \
-                 it advertises, and that no firewall drops UDP to it"
-            ),
+            Link::ToDevice(_) => {
+                "see that its process runs (`sumac status`), that its data port is reachable under the \
+                                  address that it advertises, and that no firewall drops UDP to it"
+                    .to_owned()
+            }
             Link::Between(..) => format!(
                 "{from} is reached from here, so look at routes, firewalls and advertised addresses between the two \
                  devices"

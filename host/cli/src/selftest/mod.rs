@@ -104,9 +104,9 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
     if !args.json {
         table::write_head(&mut io::stdout())?;
     }
-    devices.iter().try_for_each(|device| tester.to_device(device))?;
+    devices.iter().try_for_each(|device| tester.test_device(device))?;
     for (nth, one) in devices.iter().enumerate() {
-        devices[nth + 1..].iter().try_for_each(|other| tester.between(one, other))?;
+        devices[nth + 1..].iter().try_for_each(|other| tester.test_pair(one, other))?;
     }
     if !args.json {
         table::write_summary(&mut io::stdout(), &tester.rows)?;
@@ -152,9 +152,9 @@ struct Tester<'a> {
 
 impl Tester<'_> {
     /// Test the link from here to a device.
-    fn to_device(&mut self, device: &str) -> Result<(), Failure> {
+    fn test_device(&mut self, device: &str) -> Result<(), Failure> {
         let link = Link::ToDevice(device.to_owned());
-        let tested = self.test(vec![device.to_owned()], |before, after| Flows::to_device(before, after, device));
+        let tested = self.run(vec![device.to_owned()], |before, after| Flows::to_device(before, after, device));
         if let Ok(measured) = &tested {
             self.alone.insert(device.to_owned(), measured.latency_ns);
         }
@@ -162,21 +162,21 @@ impl Tester<'_> {
     }
 
     /// Test the link between two devices, from one that is reached from here.
-    fn between(&mut self, one: &str, other: &str) -> Result<(), Failure> {
+    fn test_pair(&mut self, one: &str, other: &str) -> Result<(), Failure> {
         let (child, parent) = if self.alone.contains_key(one) { (one, other) } else { (other, one) };
         let link = Link::Between(child.to_owned(), parent.to_owned());
         let Some(&alone_ns) = self.alone.get(child) else {
             return self.tell(Row::untested(&link));
         };
         let devices = vec![parent.to_owned(), child.to_owned()];
-        let tested = self.test(devices, |before, after| Flows::between(before, after, child, parent));
+        let tested = self.run(devices, |before, after| Flows::between(before, after, child, parent));
         // Two medians of one machine's scheduling: their difference may come out below zero.
         let own = |measured: Measured| Measured { latency_ns: (measured.latency_ns - alone_ns).max(0.0), ..measured };
         self.judge(&link, tested.map(own))
     }
 
     /// Run one job on these devices, the root first.
-    fn test(
+    fn run(
         &mut self,
         devices: Vec<String>,
         flows: impl FnOnce(&Snapshot, &Snapshot) -> Flows,
