@@ -194,41 +194,32 @@ impl ReduceOp {
     }
 }
 
-/// Which way an operation takes, as far as ranks must agree on it (PROTOCOL 2).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[repr(u8)]
-#[non_exhaustive]
-pub enum Path {
-    /// Through the aggregation tree.
-    Tree = 1,
-    /// By the ring schedule, host to host.
-    Ring = 2,
-    /// By the recursive halving-doubling schedule, host to host.
-    HalvingDoubling = 3,
-    /// By the dissemination schedule, host to host: barriers where there is no tree.
-    Dissemination = 4,
-    /// Nowhere: a communicator of one rank.
-    Local = 5,
-}
-
-impl Path {
-    /// Every path.
-    pub const ALL: [Self; 5] = [Self::Tree, Self::Ring, Self::HalvingDoubling, Self::Dissemination, Self::Local];
-
-    /// Return the path of a wire number, if this version knows it.
-    pub fn from_wire(number: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|&path| path as u8 == number)
-    }
-
-    /// Return the name used in tables, logs and options.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Tree => "tree",
-            Self::Ring => "ring",
-            Self::HalvingDoubling => "hd",
-            Self::Dissemination => "dissemination",
-            Self::Local => "local",
-        }
+wire_enum! {
+    /// Which way an operation takes, as far as ranks must agree on it (PROTOCOL 2): the network's tree, or a family of
+    /// schedules from host to host.
+    Path, "path" {
+        /// Through the aggregation tree.
+        Tree = 1, "tree";
+        /// By ring.
+        Ring = 2, "ring";
+        /// By recursive halving and doubling.
+        HalvingDoubling = 3, "hd";
+        /// By dissemination.
+        Dissemination = 4, "dissemination";
+        /// Nowhere: a communicator of one rank.
+        Local = 5, "local";
+        /// By recursive doubling.
+        RecursiveDoubling = 6, "rd";
+        /// By binomial trees.
+        Binomial = 7, "binomial";
+        /// By Bruck's algorithm.
+        Bruck = 8, "bruck";
+        /// By pairwise exchange.
+        Pairwise = 9, "pairwise";
+        /// By the aggregation tree's expression, with ranks in the places of its nodes.
+        HostTree = 10, "host-tree";
+        /// From one rank to another.
+        PointToPoint = 11, "point-to-point";
     }
 }
 

@@ -5,10 +5,10 @@
 use super::narrow;
 
 /// The canonical NaN of binary32.
-pub(super) const F32_NAN: u32 = 0x7fc0_0000;
+const F32_NAN: u32 = 0x7fc0_0000;
 
 /// The canonical NaN of binary64.
-pub(super) const F64_NAN: u64 = 0x7ff8_0000_0000_0000;
+const F64_NAN: u64 = 0x7ff8_0000_0000_0000;
 
 /// A type that reductions are computed in; `N` is its size in bytes.
 pub(super) trait Accumulator<const N: usize>: Copy {

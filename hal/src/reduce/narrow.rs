@@ -78,9 +78,9 @@ fn narrow<const FRACTION_BITS: u32, const BIAS: u32>(magnitude: u32, most: u32) 
 pub(super) fn f16_to_f32(bits: u16) -> f32 {
     let sign = (u32::from(bits) & 0x8000) << 16;
     let magnitude = u32::from(bits) & 0x7fff;
-    let finite = widen::<F16_FRACTION_BITS, F16_BIAS>(magnitude);
-    let special = magnitude << (F32_FRACTION_BITS - F16_FRACTION_BITS) | F32_INFINITY;
-    f32::from_bits(sign | if magnitude >= F16_INFINITY { special } else { finite })
+    // Twice the difference of the biases takes an exponent of all ones to one of all ones.
+    let special = if magnitude >= F16_INFINITY { (F32_BIAS - F16_BIAS) << F32_FRACTION_BITS } else { 0 };
+    f32::from_bits(sign | (widen::<F16_FRACTION_BITS, F16_BIAS>(magnitude) + special))
 }
 
 /// Round an f32 to a binary16.

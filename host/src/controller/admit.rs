@@ -37,7 +37,6 @@ pub(super) struct Placement {
     epoch: Epoch,
     pub(super) levels: u32,
     max_children: u32,
-    aligned: bool,
     /// Root first.
     pub(super) nodes: Vec<PlacedNode>,
     /// Each rank's leaf and place there.
@@ -165,7 +164,6 @@ fn place(shape: Shape, (group, tree, epoch): (GroupId, TreeId, Epoch)) -> Result
         epoch,
         levels: shape.levels,
         max_children: shape.max_children,
-        aligned: shape.aligned,
         nodes,
         ranks,
         window_max: 0,
@@ -278,7 +276,6 @@ impl Placement {
         let facts = TreeFacts {
             levels: self.levels,
             max_children: self.max_children,
-            aligned: self.aligned,
             dtypes: all.clone().fold(u32::MAX, |mask, device| mask & device.dtypes),
             ops: all.clone().fold(u32::MAX, |mask, device| mask & device.ops),
             collectives: all.fold(u32::MAX, |mask, device| mask & device.collectives),
@@ -296,6 +293,21 @@ impl Placement {
             timers: config.timers.into(),
             facts,
         }
+    }
+
+    /// Return each node's children in order, root first: the expression that the group evaluates.
+    pub(super) fn expression(&self) -> Vec<Vec<Child>> {
+        let mut nodes: Vec<_> =
+            self.nodes.iter().map(|node| vec![Child::Node(0); usize::from(node.children)]).collect();
+        for (index, node) in self.nodes.iter().enumerate() {
+            if let Some((parent, child)) = node.parent {
+                nodes[parent][usize::from(child.0)] = Child::Node(index);
+            }
+        }
+        for (rank, (leaf, child)) in (0..).zip(&self.ranks) {
+            nodes[*leaf][usize::from(child.0)] = Child::Rank(Rank(rank));
+        }
+        nodes
     }
 
     /// Free the group and its tree on every node.

@@ -11,7 +11,6 @@ use sumac_hal::ids::Rank;
 pub(super) struct Shape {
     pub(super) levels: u32,
     pub(super) max_children: u32,
-    pub(super) aligned: bool,
     /// Root first; children in declared order, nodes by their index here.
     pub(super) nodes: Vec<(Arc<DeviceSession>, Vec<Child>)>,
     pub(super) ranks: usize,
@@ -29,7 +28,6 @@ impl Shape {
         Ok(Self {
             levels: plan.levels as u32,
             max_children: plan.max_children as u32,
-            aligned: plan.aligned,
             nodes: nodes.collect::<Result<_, String>>()?,
             ranks: plan.ranks.len(),
         })
@@ -54,9 +52,7 @@ impl Shape {
             };
             nodes.push((Arc::clone(device), children));
         }
-        // Nodes with one child combine nothing, so the last one's pairing is the whole expression.
-        let aligned = ranks.is_power_of_two();
-        Ok(Self { levels: names.len() as u32, max_children: ranks.max(1) as u32, aligned, nodes, ranks })
+        Ok(Self { levels: names.len() as u32, max_children: ranks.max(1) as u32, nodes, ranks })
     }
 }
 
@@ -104,7 +100,7 @@ mod tests {
         let found: Vec<_> = shape.nodes.iter().map(|(device, children)| (device.name(), children.clone())).collect();
         let ranks = vec![Child::Rank(Rank(0)), Child::Rank(Rank(1))];
         assert_eq!(found, [("c", vec![Child::Node(1)]), ("a", ranks)]);
-        assert_eq!((shape.levels, shape.max_children, shape.aligned), (2, 2, true));
+        assert_eq!((shape.levels, shape.max_children), (2, 2));
     }
 
     #[test]

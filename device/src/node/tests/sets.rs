@@ -165,3 +165,16 @@ fn what_a_tree_can_not_do_is_refused() {
         assert!(told.len() == 1 && told[0].is_nak(NakReason::Unsupported), "{op}: {told:?}");
     }
 }
+
+/// What runs by a schedule is told by an Empty that wants nothing: any operation, compared like the others.
+#[test]
+fn what_runs_elsewhere_is_compared_and_not_refused() {
+    let mut rig = Rig::new(Setup::default());
+    let gather = OpDesc { collective: Collective::Gather, ..BROADCAST };
+    give(&mut rig, 0, (0, 1), &gather, false, &[]);
+    give(&mut rig, 1, (0, 1), &gather, false, &[]);
+    assert_eq!(rig.drain().iter().map(|sent| sent.repr.kind).collect::<Vec<_>>(), [Kind::Done, Kind::Done]);
+    give(&mut rig, 0, (1, 1), &gather, false, &[]);
+    give(&mut rig, 1, (1, 1), &OpDesc { root: Rank(2), ..gather }, false, &[]);
+    assert!(rig.drain().iter().all(|sent| sent.is_nak(NakReason::Mismatch)));
+}

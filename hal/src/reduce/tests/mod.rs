@@ -362,3 +362,30 @@ fn finish_refuses_a_short_buffer() {
     let kernel = Kernel::new(Dtype::F64, ReduceOp::Max).expect("supported");
     kernel.finish(&mut [0; 23], 3, 1);
 }
+
+/// Averages are multiplied by a reciprocal: every 16-bit integer by every small number of ranks, and quotients that
+/// are whole, or just not, of 32-bit ones.
+#[test]
+fn averages_of_integers_are_exact() {
+    let average = |dtype: Dtype, values: &[u64], ranks: u32| {
+        let kernel = Kernel::new(dtype, ReduceOp::Avg).expect("every type has averages");
+        let mut acc = bytes_of(dtype, values);
+        kernel.finish(&mut acc, values.len(), ranks);
+        let right: Vec<u64> = values.iter().map(|&bits| oracle::finish(dtype, ReduceOp::Avg, ranks, bits)).collect();
+        assert_eq!(values_of(dtype, &acc), right, "{dtype} / {ranks}");
+    };
+    let all: Vec<u64> = (0..=0xffff).collect();
+    for ranks in (1..40).chain([127, 255, 256, 257, 1000, 32_767, 32_768, 32_769, 65_535, 65_536, 131_071, 1 << 31]) {
+        average(Dtype::I16, &all, ranks);
+        average(Dtype::U16, &all, ranks);
+        let mut state = u64::from(ranks);
+        let near = |offset: i64| {
+            let quotients = (0..400).map(|_| values::next(&mut state) % (u64::from(u32::MAX) / u64::from(ranks) + 1));
+            quotients.map(|q| (q * u64::from(ranks)).wrapping_add_signed(offset) & 0xffff_ffff).collect::<Vec<_>>()
+        };
+        for values in [-1, 0, 1].map(near) {
+            average(Dtype::I32, &values, ranks);
+            average(Dtype::U32, &values, ranks);
+        }
+    }
+}

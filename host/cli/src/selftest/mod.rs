@@ -145,8 +145,8 @@ struct Tester<'a> {
     /// Of the cluster that was started for this.
     supervisor: Option<Supervisor>,
     rows: Vec<Row>,
-    /// The latency of each device's own link, in nanoseconds, of those that are reached.
-    alone: BTreeMap<String, f64>,
+    /// What each device's own link measured, of those that are reached.
+    alone: BTreeMap<String, Measured>,
     jobs: u32,
 }
 
@@ -156,16 +156,18 @@ impl Tester<'_> {
         let link = Link::ToDevice(device.to_owned());
         let tested = self.run(vec![device.to_owned()], |before, after| Flows::to_device(before, after, device));
         if let Ok(measured) = &tested {
-            self.alone.insert(device.to_owned(), measured.latency_ns);
+            self.alone.insert(device.to_owned(), *measured);
         }
         self.judge(&link, tested)
     }
 
-    /// Test the link between two devices, from one that is reached from here.
+    /// Test the link between two devices, from the one that is reached from here with less loss: the less there is on
+    /// the way to a link, the less of it can be taken for the link's.
     fn test_pair(&mut self, one: &str, other: &str) -> Result<(), Failure> {
-        let (child, parent) = if self.alone.contains_key(one) { (one, other) } else { (other, one) };
+        let loss = |device: &str| self.alone.get(device).map_or(f64::INFINITY, |alone| alone.flows.loss());
+        let (child, parent) = if loss(one) <= loss(other) { (one, other) } else { (other, one) };
         let link = Link::Between(child.to_owned(), parent.to_owned());
-        let Some(&alone_ns) = self.alone.get(child) else {
+        let Some(alone_ns) = self.alone.get(child).map(|alone| alone.latency_ns) else {
             return self.tell(Row::untested(&link));
         };
         let devices = vec![parent.to_owned(), child.to_owned()];

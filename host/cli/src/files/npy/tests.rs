@@ -41,7 +41,13 @@ fn arrays_of_every_type_are_read() {
     let files = [
         (Dtype::F32, npy(&[1_f32, 2., 3., 4., 5., 6.], &shape, npyz::Order::C)),
         (Dtype::F64, npy(&[1_f64, 2., 3., 4., 5., 6.], &shape, npyz::Order::C)),
+        (Dtype::I8, npy(&[1_i8, 2, 3, 4, 5, 6], &shape, npyz::Order::C)),
+        (Dtype::U8, npy(&[1_u8, 2, 3, 4, 5, 6], &shape, npyz::Order::C)),
+        (Dtype::I16, npy(&[1_i16, 2, 3, 4, 5, 6], &shape, npyz::Order::C)),
+        (Dtype::U16, npy(&[1_u16, 2, 3, 4, 5, 6], &shape, npyz::Order::C)),
         (Dtype::I32, npy(&[1_i32, 2, 3, 4, 5, 6], &shape, npyz::Order::C)),
+        (Dtype::U32, npy(&[1_u32, 2, 3, 4, 5, 6], &shape, npyz::Order::C)),
+        (Dtype::U64, npy(&[1_u64, 2, 3, 4, 5, 6], &shape, npyz::Order::C)),
         (Dtype::I64, npy(&[1_i64, 2, 3, 4, 5, 6], &shape, npyz::Order::C)),
     ];
     for (dtype, bytes) in files {
