@@ -355,7 +355,7 @@ impl Core {
         result
     }
 
-    fn usable(&self) -> Result<(), Error> {
+    pub(super) fn usable(&self) -> Result<(), Error> {
         match &self.ended {
             Some(error) => Err(Error::Ended(Box::new(error.clone()))),
             None => Ok(()),
@@ -381,7 +381,7 @@ impl Core {
         Ok((path, fallback))
     }
 
-    fn deadline(&self, options: &CallOptions) -> Deadline {
+    pub(super) fn deadline(&self, options: &CallOptions) -> Deadline {
         let limit = options.deadline.unwrap_or(self.config.deadline);
         (Instant::now() + limit, limit)
     }
@@ -415,9 +415,16 @@ impl Core {
         if !error.is_harmless() && self.ended.is_none() {
             let (job, rank) = (&self.config.job, self.config.rank);
             tracing::debug!(job, rank, %desc, %error, "communicator ends");
+        }
+        self.note_end(&error);
+        error
+    }
+
+    /// Remember the error that ends the communicator.
+    pub(super) fn note_end(&mut self, error: &Error) {
+        if !error.is_harmless() && self.ended.is_none() {
             self.ended = Some(error.clone());
         }
-        error
     }
 
     /// Leave the job: the controller frees the group when all ranks have.

@@ -25,6 +25,7 @@ mod error;
 mod extent;
 mod handle;
 mod join;
+mod messages;
 mod progress;
 mod start;
 
@@ -33,6 +34,7 @@ pub use element::Element;
 pub use error::Error;
 pub use handle::Handle;
 pub use join::{DEFAULT_PORT, JoinConfig, JoinError};
+pub use messages::MessageHandle;
 
 use self::core::Core;
 use crate::choice::{Algo, Explanation};

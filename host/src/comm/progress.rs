@@ -8,7 +8,7 @@ use super::error::Error;
 use super::extent::Extent;
 use crate::coll::{ALGORITHMS, Problem, Schedule, pairwise};
 use crate::endpoint::{self, EndpointError, Event, OpId};
-use crate::exec::{Buffers, Context, ExecError, Interrupt, TreeDriver, execute};
+use crate::exec::{Buffers, Context, ExecError, Interrupt, Mesh, TreeDriver, execute};
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
@@ -168,7 +168,19 @@ impl Core {
             deadline: deadline.0,
         };
         self.scheduled += 1;
-        let mut along = Along {
+        let (mesh, mut along) = self.along();
+        // What is told to the tree leaves before the schedule begins.
+        along.check()?;
+        let result = execute(mesh, schedule, kernel.as_ref(), buffers, &ctx, &mut along);
+        match (result, along.mismatch) {
+            (Err(_), Some(error)) => Err(error.into()),
+            (result, _) => Ok(result?),
+        }
+    }
+
+    /// Return the connections for schedules, and the tree as what is driven beside them.
+    pub(super) fn along(&mut self) -> (&mut Mesh, Along<'_>) {
+        let along = Along {
             tree: self.tree.as_mut(),
             owned: &mut self.owned,
             completed_below: &mut self.completed_below,
@@ -176,18 +188,12 @@ impl Core {
             wake_at: None,
             mismatch: None,
         };
-        // What is told to the tree leaves before the schedule begins.
-        along.check()?;
-        let result = execute(&mut self.mesh, schedule, kernel.as_ref(), buffers, &ctx, &mut along);
-        match (result, along.mismatch) {
-            (Err(_), Some(error)) => Err(error.into()),
-            (result, _) => Ok(result?),
-        }
+        (&mut self.mesh, along)
     }
 }
 
 /// The tree's endpoint, driven from within a schedule's poll loop.
-struct Along<'c> {
+pub(super) struct Along<'c> {
     tree: Option<&'c mut TreeDriver<UdpPort>>,
     owned: &'c mut BTreeMap<OpId, InTree>,
     completed_below: &'c mut u64,
