@@ -38,7 +38,7 @@ pub(crate) fn all_reduce(args: &AllReduceArgs, verbose: u8) -> Result<(), Failur
     let files = Files::inspect(&args.inputs, Axis0::Keep)?;
     reducible(&files.inputs[0], args.op).map_err(Failure::Input)?;
     let ranks = args.inputs.len();
-    let said = format!("{}: {} of {ranks} {}", args.output.display(), args.op, describe(&files.inputs[0]));
+    let said = format!("{}: {} of {}", args.output.display(), args.op, describe(ranks, &files.inputs[0]));
     let call = Call { collective: Collective::AllReduce, op: args.op, root: 0, run: &args.run };
     let outputs = only(0, &args.output, ranks);
     files.job(call, all(&args.inputs), outputs).run(&files, &said, verbose)
@@ -56,7 +56,7 @@ pub(crate) fn reduce_scatter(args: &ReduceScatterArgs, verbose: u8) -> Result<()
         _ => String::new(),
     };
     let (from, to) = (paths[0].display(), paths[ranks - 1].display());
-    let said = format!("{from} to {to}: {} of {ranks} {}, in {ranks} parts{part}", args.op, describe(first));
+    let said = format!("{from} to {to}: {} of {}, in {ranks} parts{part}", args.op, describe(ranks, first));
     let call = Call { collective: Collective::ReduceScatter, op: args.op, root: 0, run: &args.run };
     files.job(call, all(&args.inputs), all(&paths)).run(&files, &said, verbose)
 }
@@ -66,7 +66,7 @@ pub(crate) fn all_gather(args: &AllGatherArgs, verbose: u8) -> Result<(), Failur
     let files = Files::inspect(&args.inputs, Axis0::Join)?;
     let ranks = args.inputs.len();
     let joined = ArrayFile { tensors: files.head.tensors.clone(), ..files.inputs[0].clone() };
-    let said = format!("{}: {ranks} files joined to {}", args.output.display(), describe(&joined));
+    let said = format!("{}: {ranks} files joined to {}", args.output.display(), describe(1, &joined));
     let call = Call { collective: Collective::AllGather, op: ReduceOp::Sum, root: 0, run: &args.run };
     let outputs = only(0, &args.output, ranks);
     files.job(call, all(&args.inputs), outputs).run(&files, &said, verbose)
@@ -80,7 +80,7 @@ pub(crate) fn broadcast(args: &BroadcastArgs, verbose: u8) -> Result<(), Failure
     }
     let files = Files::inspect(std::slice::from_ref(&args.input), Axis0::Keep)?;
     let first = &files.inputs[0];
-    let said = format!("{}: {} from rank {root} to all of {ranks}", args.output.display(), describe(first));
+    let said = format!("{}: {} from rank {root} to all of {ranks}", args.output.display(), describe(1, first));
     let call = Call { collective: Collective::Broadcast, op: ReduceOp::Sum, root, run: &args.run };
     // Written by a rank that has it from the network alone, where there is one.
     let outputs = only((root as usize + 1) % ranks, &args.output, ranks);
@@ -240,13 +240,16 @@ fn same_format(path: &Path, first: &ArrayFile) -> Result<(), AgreeError> {
     Err(AgreeError::Format { path: path.into(), first: first.path.clone(), found, expected: first.format })
 }
 
-/// Say what is in a file.
-fn describe(file: &ArrayFile) -> String {
+/// Say what is in each of `count` files, by the first of them.
+fn describe(count: usize, file: &ArrayFile) -> String {
+    let (number, s) = if count == 1 { (String::new(), "") } else { (format!("{count} "), "s") };
     match &file.tensors[..] {
-        [array] if file.format == Format::Npy => format!("arrays {} of {}", Shape(&array.shape), array.dtype),
+        [array] if file.format == Format::Npy => {
+            format!("{number}array{s} {} of {}", Shape(&array.shape), array.dtype)
+        }
         tensors => {
             let len_bytes: usize = tensors.iter().map(|tensor| tensor.len_bytes).sum();
-            format!("files of {} tensors, {len_bytes} bytes", tensors.len())
+            format!("{number}file{s} of {} tensors, {len_bytes} bytes", tensors.len())
         }
     }
 }
