@@ -41,6 +41,8 @@ pub(super) struct Placement {
     pub(super) nodes: Vec<PlacedNode>,
     /// Each rank's leaf and place there.
     ranks: Vec<(usize, ChildIndex)>,
+    /// Each rank's host, where a fabric names them.
+    hosts: Option<Vec<String>>,
     window_max: u16,
     slots: u16,
     chunk_len_bytes: u16,
@@ -67,7 +69,9 @@ pub(super) fn admit<'p>(
                 &flat
             }
         };
-        Shape::planned(&plan_tree(fabric, devices, used.clone(), requests)?, devices)?
+        let plan = plan_tree(fabric, devices, used.clone(), requests)?;
+        let hosts = config.fabric.as_ref().map(|_| plan.ranks.iter().map(|rank| rank.name.clone()).collect());
+        Shape { hosts, ..Shape::planned(&plan, devices)? }
     } else {
         Shape::pinned(pinned, requests.len(), devices)?
     };
@@ -166,6 +170,7 @@ fn place(shape: Shape, (group, tree, epoch): (GroupId, TreeId, Epoch)) -> Result
         max_children: shape.max_children,
         nodes,
         ranks,
+        hosts: shape.hosts,
         window_max: 0,
         slots: 0,
         chunk_len_bytes: 0,
@@ -284,6 +289,7 @@ impl Placement {
             group: self.group,
             epoch: self.epoch,
             leaf: node.device.name().to_owned(),
+            host: self.hosts.as_ref().map(|hosts| hosts[rank.0 as usize].clone()),
             child,
             key: node.secret.child_key(self.group, self.epoch, child),
             parents: announce.data_addrs.iter().copied().collect(),

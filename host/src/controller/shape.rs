@@ -14,6 +14,8 @@ pub(super) struct Shape {
     /// Root first; children in declared order, nodes by their index here.
     pub(super) nodes: Vec<(Arc<DeviceSession>, Vec<Child>)>,
     pub(super) ranks: usize,
+    /// Each rank's host, where a fabric names them.
+    pub(super) hosts: Option<Vec<String>>,
 }
 
 impl Shape {
@@ -30,6 +32,7 @@ impl Shape {
             max_children: plan.max_children as u32,
             nodes: nodes.collect::<Result<_, String>>()?,
             ranks: plan.ranks.len(),
+            hosts: None,
         })
     }
 
@@ -52,7 +55,7 @@ impl Shape {
             };
             nodes.push((Arc::clone(device), children));
         }
-        Ok(Self { levels: names.len() as u32, max_children: ranks.max(1) as u32, nodes, ranks })
+        Ok(Self { levels: names.len() as u32, max_children: ranks.max(1) as u32, nodes, ranks, hosts: None })
     }
 }
 
