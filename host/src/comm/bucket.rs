@@ -34,7 +34,7 @@ impl Communicator {
     ) -> Result<Vec<Outcome>, Error> {
         let mut outcomes = Vec::new();
         let mut flying = std::collections::VecDeque::new();
-        for bucket in buckets(tensors.iter().map(|tensor| size_of_val::<[T]>(tensor)), bucket_bytes) {
+        for bucket in buckets(tensors.iter().map(|tensor| size_of_val::<[T]>(*tensor)), bucket_bytes) {
             if flying.len() == IN_FLIGHT {
                 outcomes.extend(flying.pop_front().map(|oldest| land(oldest, tensors)).transpose()?);
             }
