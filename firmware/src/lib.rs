@@ -1,7 +1,14 @@
-//! Boards: what stands between the device runtime and a machine.
+//! Boards, and how Sumac gets onto them.
 //!
 //! A board supplies storage, ports, a clock and threads or cores, and puts `sumac-hal` and `sumac-device` together.
 //! Here is the *emulated* board ([`emulated`]): the runtime as an ordinary process, on UDP sockets.
+//!
+//! BlueField-class cards boot from a stream of images that a host pushes:
+//!
+//! | module | what |
+//! |---|---|
+//! | [`bfb`] | the boot stream: read, check, write |
 #![forbid(unsafe_code)]
 
+pub mod bfb;
 pub mod emulated;
