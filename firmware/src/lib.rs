@@ -8,7 +8,13 @@
 //! | module | what |
 //! |---|---|
 //! | [`bfb`] | the boot stream: read, check, write |
+//! | [`emmc`] | its form in an eMMC boot partition |
+//! | [`recipe`] | which images an own kernel needs |
+//! | [`manifest`] | what is in it, signed; for the stream and for the files on the card |
 #![forbid(unsafe_code)]
 
 pub mod bfb;
+pub mod emmc;
 pub mod emulated;
+pub mod manifest;
+pub mod recipe;

@@ -28,6 +28,8 @@ pub enum Source {
         /// How long it is, in bytes.
         len_bytes: u64,
     },
+    /// One after the other.
+    Chain(Vec<Source>),
 }
 
 impl Source {
@@ -48,6 +50,7 @@ impl Source {
         match self {
             Self::Bytes(bytes) => bytes.len() as u64,
             Self::File { len_bytes, .. } => *len_bytes,
+            Self::Chain(parts) => parts.iter().map(Self::len_bytes).fold(0, u64::saturating_add),
         }
     }
 
@@ -62,6 +65,13 @@ impl Source {
                 let mut file = File::open(path)?;
                 file.seek(SeekFrom::Start(*offset))?;
                 Ok(Box::new(file.take(*len_bytes)))
+            }
+            Self::Chain(parts) => {
+                let mut all: Box<dyn Read + '_> = Box::new(io::empty());
+                for part in parts {
+                    all = Box::new(all.chain(part.open()?));
+                }
+                Ok(all)
             }
         }
     }
