@@ -185,7 +185,7 @@ pub fn check(stream: impl Read, policy: Policy, trust: Trust<'_>) -> Result<Chec
         (None, Trust::Key(_)) => return Err(ManifestError::Missing),
         (None, Trust::Anybody) => None,
         // A vendor's stream has an `info` image of its own.
-        (Some(_), Trust::Anybody) if is_foreign(&sealed) => None,
+        (Some(_), Trust::Anybody) if !is_envelope(&sealed) => None,
         (Some(_), trust) => Some(envelope::open::<Manifest>(&sealed, trust)?),
     };
     if let Some(manifest) = &manifest {
@@ -194,10 +194,10 @@ pub fn check(stream: impl Read, policy: Policy, trust: Trust<'_>) -> Result<Chec
     Ok(Checked { report, manifest, sha256 })
 }
 
-/// Tell whether an `info` image was never meant to be an envelope.
-fn is_foreign(info: &[u8]) -> bool {
+/// Tell whether an `info` image is a signed document, and not what a vendor's tools put there.
+pub fn is_envelope(info: &[u8]) -> bool {
     let value = serde_json::from_slice::<serde_json::Value>(info);
-    value.is_ok_and(|value| value.get("payloadType").is_none() && value.get("payload").is_none())
+    value.is_ok_and(|value| value.get("payloadType").is_some())
 }
 
 fn compare(manifest: &Manifest, entries: &[Entry], digests: Vec<Sha256>) -> Result<(), ManifestError> {

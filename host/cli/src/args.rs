@@ -2,6 +2,7 @@
 
 use crate::all_reduce::AllReduceArgs;
 use crate::doctor::DoctorArgs;
+use crate::image::ImageArgs;
 use crate::perf::PerfArgs;
 use crate::plan::PlanArgs;
 use crate::server::{ControllerArgs, DeviceArgs};
@@ -66,6 +67,8 @@ pub(crate) enum Command {
     /// Every line is ok, warn (works, but worse than it could) or missing, with what to do about it. Exit status 1 if
     /// something that perf needs does not work.
     Doctor(DoctorArgs),
+    /// Boot streams for BlueField-class cards: list, verify, build, extract, repack
+    Image(ImageArgs),
     /// One rank of perf or all-reduce; its job comes on stdin
     #[command(hide = true)]
     Rank,

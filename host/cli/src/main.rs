@@ -12,6 +12,7 @@ mod args;
 mod cluster;
 mod doctor;
 mod exit;
+mod image;
 mod job;
 mod layout;
 mod logging;
@@ -44,6 +45,7 @@ fn main() -> ExitCode {
         Command::Status(args) => status::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Doctor(args) => doctor::run(&args),
+        Command::Image(args) => image::run(&args),
         Command::Rank => worker::run(),
     };
     exit::report(outcome)
