@@ -11,10 +11,14 @@
 //! | [`emmc`] | its form in an eMMC boot partition |
 //! | [`recipe`] | which images an own kernel needs |
 //! | [`manifest`] | what is in it, signed; for the stream and for the files on the card |
+//! | [`rshim`] | a card's boot FIFO, settings and boot log, as its driver shows them |
+//! | [`flash`] | pushing a stream, and following it until the card is up; what to do when it is not |
 #![forbid(unsafe_code)]
 
 pub mod bfb;
 pub mod emmc;
 pub mod emulated;
+pub mod flash;
 pub mod manifest;
 pub mod recipe;
+pub mod rshim;

@@ -1,0 +1,500 @@
+//! Flashing as a state machine: events and time in, commands out.
+//!
+//! ```text
+//! prepare: show the log, empty it, read it ──> open and write ──> boot: read the log until it decides
+//!    │                                             │                    │
+//!    └──────────────── failure, time limit or signal ───────────────────┴──> end: stop writing, read the log once
+//!                                                                            more, restore the settings, look at them
+//! ```
+//!
+//! Invariants:
+//! - success is a line of the boot log that came after the last byte was taken; nothing else is. What the log holds then
+//!   is read at once, and does not count;
+//! - nothing but the first line, event or time limit decides; what comes later is shown, not judged;
+//! - the ending has a limit of its own, so that a driver that hangs can't hold it up;
+//! - at most one command is under way on each of the two nodes, `misc` and `boot`;
+//! - a card that has got half a stream is reset, as it can't do anything else; one that has got all of it never is, as
+//!   it may be writing its own flash.
+
+use super::failure::{Failure, Stage};
+use crate::rshim::{LogKind, LogReader, Misc, Setting, kind_of};
+use rustix::io::Errno;
+use std::collections::VecDeque;
+use std::time::Duration;
+use sumac_hal::time::Instant;
+
+/// Lines of the boot log that the outcome holds.
+const TAIL_LINES: usize = 16;
+/// The boot mode that a card has when nobody has set another: eMMC.
+const BOOT_MODE_EMMC: u32 = 1;
+
+/// How long things may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// All of it, up to the last line of the boot log.
+    pub total: Duration,
+    /// Between two readings of `misc`.
+    pub poll: Duration,
+    /// Failed readings in a row after which the card is gone. A card that resets itself may be away for some.
+    pub gone_polls: u32,
+    /// Restoring the card's settings, in addition to `total`.
+    pub restore: Duration,
+}
+
+impl Default for Limits {
+    /// Half an hour, as vendors' installers take a quarter; a reading a second, as bfb-install does.
+    fn default() -> Self {
+        Self {
+            total: Duration::from_secs(1800),
+            poll: Duration::from_secs(1),
+            gone_polls: 30,
+            restore: Duration::from_secs(30),
+        }
+    }
+}
+
+/// Which line of the boot log is success.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Until {
+    /// `DPU is ready`.
+    Ready,
+    /// `Linux up`, or `DPU is ready`.
+    LinuxUp,
+    /// `Rebooting...`: a vendor's installer is done.
+    Rebooting,
+}
+
+impl Until {
+    fn is_reached_by(self, kind: LogKind) -> bool {
+        match self {
+            Self::Ready => kind == LogKind::Ready,
+            Self::LinuxUp => matches!(kind, LogKind::Ready | LogKind::LinuxUp),
+            Self::Rebooting => kind == LogKind::Rebooting,
+        }
+    }
+}
+
+/// What happened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Event {
+    /// A setting was made, or not.
+    Set(Setting, Result<(), Errno>),
+    /// `misc` was read, or not.
+    Misc(Result<Box<Misc>, Errno>),
+    /// `boot` is open: the card has been reset.
+    Opened,
+    /// `boot` can't be opened.
+    OpenFailed(Errno),
+    /// So many more bytes were taken.
+    Wrote(u64),
+    /// Writing failed; `boot` is closed or about to be.
+    WriteFailed(Errno),
+    /// The image is not what it was, or can't be read.
+    ImageFailed(Failure),
+    /// `boot` is closed, whether all was written or not.
+    Closed,
+    /// The user wants it to end.
+    Signal(i32),
+}
+
+/// What to do; the answer is an [`Event`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Command {
+    /// Change a setting of `misc`: [`Event::Set`].
+    Set(Setting),
+    /// Read `misc`: [`Event::Misc`].
+    ReadMisc,
+    /// Open `boot` and write: [`Event::Opened`] or [`Event::OpenFailed`], then [`Event::Wrote`] and [`Event::Closed`].
+    Write,
+    /// Write no more, and close: [`Event::Closed`].
+    StopWriting,
+}
+
+/// What to show.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Progress {
+    /// A stage begins.
+    Stage(Stage),
+    /// So many bytes of the stream have been taken.
+    Written(u64),
+    /// A line of the boot log.
+    Log(String),
+    /// The decision has fallen; settings are being restored.
+    Restoring,
+}
+
+/// Whether the card's settings are as they were.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Restored {
+    /// Yes, and that was seen.
+    Yes,
+    /// Nothing was changed.
+    NotTouched,
+    /// No, or that was not seen.
+    No(String),
+}
+
+/// How it ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Outcome {
+    /// The line that was waited for, or why it did not come.
+    pub result: Result<String, Failure>,
+    /// Bytes that the card has taken.
+    pub written_bytes: u64,
+    /// Whether the card's settings are as they were.
+    pub restored: Restored,
+    /// The last lines of the boot log, oldest first.
+    pub log_tail: Vec<String>,
+}
+
+/// One flashing.
+#[derive(Debug)]
+pub struct Session {
+    limits: Limits,
+    until: Until,
+    len_bytes: u64,
+    /// What `misc` said before.
+    boot_mode_before: u32,
+    display_level_before: u32,
+    deadline: Instant,
+    stage: Stage,
+    /// A command is under way on `misc`.
+    is_misc_busy: bool,
+    /// `boot` is being opened or open.
+    is_boot_open: bool,
+    was_boot_opened: bool,
+    was_misc_set: bool,
+    written_bytes: u64,
+    clears_log: bool,
+    log: Option<LogReader>,
+    tail: VecDeque<String>,
+    failed_polls: u32,
+    next_poll: Instant,
+    /// Readings of `misc` whose lines may be older than the last byte: the one under way, and one more.
+    stale_readings: u32,
+    /// Commands to give, one at a time on each node.
+    queue: VecDeque<Command>,
+    ending: Option<Ending>,
+    shown: VecDeque<Progress>,
+    is_done: bool,
+}
+
+/// The decision, and what is left to do.
+#[derive(Debug)]
+struct Ending {
+    result: Result<String, Failure>,
+    deadline: Instant,
+    /// What could not be restored.
+    trouble: Option<String>,
+    /// The queue has the steps that follow the closing of `boot`.
+    is_restoring: bool,
+}
+
+impl Session {
+    /// Begin to flash a stream of `len_bytes` bytes to a card of which `before` was read.
+    pub fn new(len_bytes: u64, before: &Misc, until: Until, limits: Limits, now: Instant) -> Self {
+        let settings = [Setting::DisplayLevel(2), Setting::ClearOnRead(true)];
+        Self {
+            limits,
+            until,
+            len_bytes,
+            // 0 is what another flasher has left behind; it would wait for a stream for ever.
+            boot_mode_before: before.boot_mode.filter(|mode| *mode != 0).unwrap_or(BOOT_MODE_EMMC),
+            display_level_before: before.display_level.unwrap_or(0),
+            deadline: now + limits.total,
+            stage: Stage::Preparing,
+            is_misc_busy: false,
+            is_boot_open: false,
+            was_boot_opened: false,
+            was_misc_set: false,
+            written_bytes: 0,
+            clears_log: false,
+            log: None,
+            tail: VecDeque::new(),
+            failed_polls: 0,
+            next_poll: now,
+            stale_readings: 0,
+            queue: settings.into_iter().map(Command::Set).chain([Command::ReadMisc]).collect(),
+            ending: None,
+            shown: [Progress::Stage(Stage::Preparing)].into(),
+            is_done: false,
+        }
+    }
+
+    /// Take an event. Then call all `poll` functions again.
+    pub fn handle(&mut self, event: Event, now: Instant) {
+        match event {
+            Event::Set(setting, result) => self.on_set(setting, result, now),
+            Event::Misc(result) => self.on_misc(result, now),
+            Event::Opened => self.enter(Stage::Writing),
+            Event::OpenFailed(errno) => {
+                // The card was not reset, and may be another's.
+                (self.is_boot_open, self.was_boot_opened) = (false, false);
+                self.end(Err(on_open(errno)), now);
+            }
+            Event::Wrote(bytes) => {
+                self.written_bytes += bytes;
+                self.shown.push_back(Progress::Written(self.written_bytes));
+                if self.written_bytes >= self.len_bytes && self.stage < Stage::Booting {
+                    self.enter(Stage::Booting);
+                    self.stale_readings = 1 + u32::from(self.is_misc_busy);
+                    self.next_poll = now;
+                }
+            }
+            Event::WriteFailed(errno) => self.end(Err(on_write(errno, self.stage)), now),
+            Event::ImageFailed(failure) => self.end(Err(failure), now),
+            Event::Closed => self.is_boot_open = false,
+            Event::Signal(_) if self.ending.is_some() => self.give_up("interrupted again"),
+            Event::Signal(signal) => self.end(Err(Failure::Interrupted { signal, stage: self.stage }), now),
+        }
+        self.advance();
+    }
+
+    /// Take the time. Call it when [`Session::poll_timeout`] has passed.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        match &self.ending {
+            None if now >= self.deadline => {
+                let (limit, stage) = (self.limits.total, self.stage);
+                self.end(Err(Failure::TimeLimit { limit, stage }), now);
+            }
+            Some(ending) if now >= ending.deadline => {
+                let what =
+                    if self.is_boot_open { "the boot node can't be closed" } else { "the driver does not answer" };
+                self.give_up(what);
+            }
+            _ => {}
+        }
+        if self.stage > Stage::Preparing && self.ending.is_none() && now >= self.next_poll {
+            self.next_poll = now + self.limits.poll;
+            if !self.is_misc_busy && self.queue.is_empty() {
+                self.queue.push_back(Command::ReadMisc);
+            }
+        }
+        self.advance();
+    }
+
+    /// Return the next command to carry out.
+    pub fn poll_transmit(&mut self) -> Option<Command> {
+        let command = *self.queue.front()?;
+        match command {
+            Command::Set(_) | Command::ReadMisc => {
+                if self.is_misc_busy {
+                    return None;
+                }
+                self.is_misc_busy = true;
+                self.was_misc_set |= matches!(command, Command::Set(_));
+            }
+            Command::Write => {
+                (self.is_boot_open, self.was_boot_opened) = (true, true);
+                self.enter(Stage::Opening);
+            }
+            Command::StopWriting => {}
+        }
+        self.queue.pop_front()
+    }
+
+    /// Return when [`Session::handle_timeout`] has to be called; nothing when it is over.
+    pub fn poll_timeout(&self) -> Option<Instant> {
+        match &self.ending {
+            _ if self.is_done => None,
+            Some(ending) => Some(ending.deadline),
+            None if self.stage > Stage::Preparing => Some(self.deadline.min(self.next_poll)),
+            None => Some(self.deadline),
+        }
+    }
+
+    /// Return what to show next.
+    pub fn poll_event(&mut self) -> Option<Progress> {
+        self.shown.pop_front()
+    }
+
+    /// Return how it ended, once it has.
+    pub fn outcome(&self) -> Option<Outcome> {
+        let ending = self.ending.as_ref().filter(|_| self.is_done)?;
+        let restored = match &ending.trouble {
+            Some(trouble) => Restored::No(trouble.clone()),
+            None if self.was_misc_set || self.was_boot_opened => Restored::Yes,
+            None => Restored::NotTouched,
+        };
+        let log_tail = self.tail.iter().cloned().collect();
+        Some(Outcome { result: ending.result.clone(), written_bytes: self.written_bytes, restored, log_tail })
+    }
+
+    fn enter(&mut self, stage: Stage) {
+        if self.stage < stage {
+            self.stage = stage;
+            self.shown.push_back(Progress::Stage(stage));
+        }
+    }
+
+    fn on_set(&mut self, setting: Setting, result: Result<(), Errno>, now: Instant) {
+        self.is_misc_busy = false;
+        match (&mut self.ending, setting, result) {
+            // An old driver does not know it, and then it was not set either.
+            (Some(_), Setting::ClearOnRead(_), _) => {}
+            (Some(ending), _, Err(errno)) if ending.is_restoring => {
+                ending.trouble.get_or_insert_with(|| format!("{}: {errno}", setting.key()));
+            }
+            (None, Setting::ClearOnRead(clears), result) => self.clears_log = clears && result.is_ok(),
+            (None, _, Err(errno)) => {
+                let failure = match errno {
+                    Errno::ACCESS | Errno::PERM => Failure::Permission,
+                    errno if is_gone(errno) => Failure::Gone,
+                    errno => Failure::Setting { key: setting.key(), error: errno.to_string() },
+                };
+                self.end(Err(failure), now);
+            }
+            _ => {}
+        }
+    }
+
+    fn on_misc(&mut self, result: Result<Box<Misc>, Errno>, now: Instant) {
+        self.is_misc_busy = false;
+        let is_stale = self.stale_readings > 0;
+        self.stale_readings = self.stale_readings.saturating_sub(1);
+        let misc = match result {
+            Ok(misc) => misc,
+            Err(errno) => return self.on_misc_failed(errno, now),
+        };
+        self.failed_polls = 0;
+        if let Some(ending) = self.ending.as_mut().filter(|ending| ending.is_restoring) {
+            // The last step: seen is restored.
+            let expected = self.boot_mode_before;
+            if self.queue.is_empty() && self.was_boot_opened && misc.boot_mode != Some(expected) {
+                let found = misc.boot_mode.map_or("not shown".into(), |mode| mode.to_string());
+                ending.trouble.get_or_insert_with(|| format!("BOOT_MODE is {found}, not {expected}"));
+            }
+        }
+        match &mut self.log {
+            None if self.ending.is_none() => {
+                // What is in the log by now is of an earlier boot.
+                self.log = Some(LogReader::new(self.clears_log, misc.log));
+                self.queue.push_back(Command::Write);
+            }
+            None => {}
+            Some(log) => {
+                for line in log.fresh(misc.log) {
+                    self.on_line(line, is_stale, now);
+                }
+            }
+        }
+    }
+
+    fn on_misc_failed(&mut self, errno: Errno, now: Instant) {
+        match &mut self.ending {
+            Some(ending) if ending.is_restoring => {
+                if self.queue.is_empty() {
+                    ending.trouble.get_or_insert_with(|| format!("misc: {errno}"));
+                }
+            }
+            Some(_) => {}
+            None => {
+                self.failed_polls += 1;
+                if self.stage == Stage::Preparing || self.failed_polls >= self.limits.gone_polls {
+                    self.end(Err(Failure::Gone), now);
+                }
+            }
+        }
+    }
+
+    fn on_line(&mut self, line: String, is_stale: bool, now: Instant) {
+        if self.tail.len() == TAIL_LINES {
+            self.tail.pop_front();
+        }
+        self.tail.push_back(line.clone());
+        self.shown.push_back(Progress::Log(line.clone()));
+        if self.ending.is_some() {
+            return;
+        }
+        match kind_of(&line) {
+            LogKind::NicMode => self.end(Err(Failure::NicMode), now),
+            kind @ (LogKind::Critical | LogKind::Error | LogKind::Assert | LogKind::Panic | LogKind::Exception) => {
+                self.end(Err(Failure::Log { kind, line }), now);
+            }
+            // Before all is written, no line can be about what was written.
+            kind if self.stage == Stage::Booting && !is_stale && self.until.is_reached_by(kind) => {
+                self.end(Ok(line), now);
+            }
+            _ => {}
+        }
+    }
+
+    /// Decide, unless it is decided, and begin to restore.
+    fn end(&mut self, result: Result<String, Failure>, now: Instant) {
+        if self.ending.is_some() {
+            return;
+        }
+        self.shown.push_back(Progress::Restoring);
+        self.queue.clear();
+        if self.is_boot_open {
+            self.queue.push_back(Command::StopWriting);
+        }
+        let deadline = now + self.limits.restore;
+        self.ending = Some(Ending { result, deadline, trouble: None, is_restoring: false });
+    }
+
+    /// Take the next step of the ending, when the one before is done.
+    fn advance(&mut self) {
+        let is_waiting = self.is_boot_open || self.is_misc_busy || !self.queue.is_empty();
+        let Some(ending) = self.ending.as_mut().filter(|_| !is_waiting && !self.is_done) else { return };
+        if ending.is_restoring || !(self.was_misc_set || self.was_boot_opened) {
+            self.is_done = true;
+            return;
+        }
+        ending.is_restoring = true;
+        if self.was_boot_opened {
+            if ending.result.is_err() && self.log.is_some() {
+                // Once more the log: it may say why.
+                self.queue.push_back(Command::ReadMisc);
+            }
+            self.queue.push_back(Command::Set(Setting::BootMode(self.boot_mode_before)));
+            if self.stage == Stage::Writing {
+                self.queue.push_back(Command::Set(Setting::Reset));
+            }
+        }
+        self.queue.push_back(Command::Set(Setting::ClearOnRead(false)));
+        self.queue.push_back(Command::Set(Setting::DisplayLevel(self.display_level_before)));
+        self.queue.push_back(Command::ReadMisc);
+    }
+
+    /// End without having restored all.
+    fn give_up(&mut self, why: &str) {
+        if let Some(ending) = &mut self.ending {
+            ending.trouble.get_or_insert_with(|| why.into());
+            self.queue.clear();
+            self.is_done = true;
+        }
+    }
+}
+
+fn is_gone(errno: Errno) -> bool {
+    matches!(errno, Errno::NODEV | Errno::NXIO | Errno::NOENT | Errno::IO | Errno::NOTCONN)
+}
+
+/// What it means that `boot` can't be opened.
+fn on_open(errno: Errno) -> Failure {
+    match errno {
+        Errno::BUSY => Failure::Busy,
+        Errno::NODEV | Errno::NXIO => Failure::NotAttached,
+        Errno::INVAL => Failure::DropMode,
+        Errno::PERM => Failure::SecureMode,
+        Errno::ACCESS => Failure::Permission,
+        errno if is_gone(errno) => Failure::Gone,
+        errno => Failure::Io { stage: Stage::Opening, error: errno.to_string() },
+    }
+}
+
+/// What it means that `boot` can't be written.
+fn on_write(errno: Errno, stage: Stage) -> Failure {
+    match errno {
+        Errno::BUSY => Failure::OtherWriter,
+        Errno::TIMEDOUT => Failure::NotDraining,
+        errno if is_gone(errno) => Failure::Gone,
+        errno => Failure::Io { stage, error: errno.to_string() },
+    }
+}
