@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
+use std::time::Duration;
 use sumac_hal::time::Instant;
 
 /// Bytes of one write. The driver takes a write whole before it answers, and a signal waits for that.
@@ -49,6 +50,14 @@ impl Interrupter {
         // When it is over, nobody listens, and that is right.
         let _ = self.events.send(Event::Signal(signal));
     }
+}
+
+/// Ask the driver for something, and wait no longer than `limit`; nothing if it has not answered by then.
+pub fn within<T: Send + 'static>(limit: Duration, ask: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    let (answer, receiver) = channel();
+    // Nobody may be waiting any more, and that is right.
+    thread::spawn(move || drop(answer.send(ask())));
+    receiver.recv_timeout(limit).ok()
 }
 
 /// Flash: carry out what the session asks for until it ends. `show` is called with all that can be shown.

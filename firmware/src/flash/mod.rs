@@ -14,6 +14,6 @@ mod session;
 mod tests;
 
 pub use check::{STREAM_MAX_BYTES, Terms, check, usable};
-pub use drive::{Image, Interrupter, run};
+pub use drive::{Image, Interrupter, run, within};
 pub use failure::{Failure, Refusal, Stage};
 pub use session::{Command, Event, Limits, Outcome, Progress, Restored, Session, Until};

@@ -129,7 +129,6 @@ pub enum Progress {
 
 /// Whether the card's settings are as they were.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
 pub enum Restored {
     /// Yes, and that was seen.
     Yes,

@@ -1,7 +1,9 @@
 //! The command line: what `--help` says, and which subcommands there are.
 
 use crate::all_reduce::AllReduceArgs;
+use crate::devices::DevicesArgs;
 use crate::doctor::DoctorArgs;
+use crate::flash::FlashArgs;
 use crate::image::ImageArgs;
 use crate::perf::PerfArgs;
 use crate::plan::PlanArgs;
@@ -69,6 +71,16 @@ pub(crate) enum Command {
     Doctor(DoctorArgs),
     /// Boot streams for BlueField-class cards: list, verify, build, extract, repack
     Image(ImageArgs),
+    /// Push a boot stream to a BlueField-class card over rshim, and follow its boot
+    ///
+    /// Image and card are checked before anything is changed. The card counts as flashed when it says so, never before.
+    /// Ctrl-C stops writing and puts the card's settings back.
+    #[command(after_long_help = FLASH_HELP)]
+    Flash(FlashArgs),
+    /// List the cards that this host can flash, and what they say of themselves
+    ///
+    /// Reads each card's `misc`, and nothing else: opening its boot node would reset it.
+    Devices(DevicesArgs),
     /// One rank of perf or all-reduce; its job comes on stdin
     #[command(hide = true)]
     Rank,
@@ -130,6 +142,25 @@ EXAMPLES
 JSON
   levels root max_children max_link_sharing nodes[{name,level,parent,children}] ranks[{rank,host,leaf}]; the root is
   level 0 and its parent null; children are names of nodes and `rank N`.";
+
+const FLASH_HELP: &str = "\
+EXAMPLES
+  sumac flash sumac.bfb --key pub.pem
+  sumac flash sumac.bfb --rshim rshim1 --key pub.pem --dry-run
+  sumac flash bf-bundle.bfb --allow-unsigned --until rebooting
+
+JSON
+  outcome (ready, dry-run, or the failure's name) exit_status card seen message advice written_bytes restored
+  not_restored boot_log[]
+
+EXIT STATUS
+  0 the card is ready   1 the run failed   2 bad usage or image, nothing was written
+  10 not-found     11 not-attached  12 nic-mode     13 secure-mode    14 drop-mode      15 busy
+  16 other-writer  17 not-draining  18 gone         19 time-limit     20 log-error      21 log-panic
+  22 log-exception 23 log-assert    24 log-critical 25 setting        26 locked         27 permission
+  28 image-changed 29 image         30 io           130 interrupted by Ctrl-C
+
+What to do in each case is printed with the failure, and in the documentation of sumac_firmware::flash.";
 
 #[cfg(test)]
 mod tests {

@@ -10,8 +10,10 @@
 mod all_reduce;
 mod args;
 mod cluster;
+mod devices;
 mod doctor;
 mod exit;
+mod flash;
 mod image;
 mod job;
 mod layout;
@@ -46,6 +48,8 @@ fn main() -> ExitCode {
         Command::Plan(args) => plan::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Image(args) => image::run(&args),
+        Command::Flash(args) => flash::run(&args),
+        Command::Devices(args) => devices::run(&args),
         Command::Rank => worker::run(),
     };
     exit::report(outcome)

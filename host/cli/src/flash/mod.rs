@@ -1,0 +1,182 @@
+//! `sumac flash`: push a boot stream to a card, follow its boot, and say how it ended.
+//!
+//! Invariants: everything of the image and the card is checked before the first change to the card; stdout has one
+//! result, stderr the rest; the exit status is that of the failure ([`sumac_firmware::flash`] has the table).
+
+mod record;
+mod show;
+
+pub(crate) use show::Card;
+
+use crate::exit::Failure as Exit;
+use crate::image::{ImageFile, read_public_key};
+use anyhow::{Context, anyhow};
+use clap::Args;
+use record::Record;
+use show::Display;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::io;
+use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant as Clock};
+use sumac_firmware::bfb::Policy;
+use sumac_firmware::flash::{self, Failure, Image, Interrupter, Limits, Outcome, Session, Stage, Terms, Until};
+use sumac_firmware::manifest::{self, Checked, Trust, hex};
+use sumac_firmware::rshim::{Lock, Misc, Rshim};
+use sumac_hal::time::Instant;
+
+/// Readings of `misc` that fail or wait before the card counts as gone, or as not to be restored.
+const PATIENCE_POLLS: u32 = 30;
+
+/// `sumac flash`.
+#[derive(Debug, Args)]
+pub(crate) struct FlashArgs {
+    /// The boot stream
+    #[arg(value_name = "FILE")]
+    image: PathBuf,
+    /// The card: a name below /dev, or the folder's path
+    #[arg(long, value_name = "CARD", default_value = "rshim0")]
+    rshim: String,
+    /// Public key (PEM) that must have signed the image
+    #[arg(long, value_name = "FILE", required_unless_present = "allow_unsigned")]
+    key: Option<PathBuf>,
+    /// Take an image that nobody has signed, as vendors' are
+    #[arg(long, conflicts_with = "key")]
+    allow_unsigned: bool,
+    /// Take an image with a lower epoch than the card has had
+    #[arg(long)]
+    allow_rollback: bool,
+    /// What the card must say to count as done
+    #[arg(long = "until", value_enum, default_value_t = UntilName::Ready)]
+    until: UntilName,
+    /// Seconds for all of it, but for putting settings back
+    #[arg(long = "timeout", value_name = "SECONDS", default_value_t = 1800, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    timeout_s: u64,
+    /// Check everything and change nothing
+    #[arg(long)]
+    dry_run: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Where to keep what each card has had
+    #[arg(long, value_name = "FOLDER", default_value = "/var/lib/sumac/cards", env = "SUMAC_CARDS")]
+    records: PathBuf,
+    /// Milliseconds between two looks at the boot log
+    #[arg(long = "poll-ms", value_name = "N", default_value_t = 1000, hide = true, value_parser = clap::value_parser!(u64).range(1..))]
+    poll_ms: u64,
+}
+
+/// What success looks like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum UntilName {
+    /// `DPU is ready`
+    Ready,
+    /// `Linux up` is enough
+    LinuxUp,
+    /// `Rebooting...`, the end of a vendor's installer
+    Rebooting,
+}
+
+/// Flash.
+pub(crate) fn run(args: &FlashArgs) -> Result<(), Exit> {
+    let display = Display::new(args.json);
+    let key = args.key.as_deref().map(read_public_key).transpose()?;
+    let file = ImageFile::open(&args.image)?;
+    if file.is_emmc {
+        return Err(Exit::Input(anyhow!(
+            "{}: is in the form of an eMMC boot partition, which a card does not boot over rshim; turn it into a boot \
+             stream with `sumac image repack`",
+            args.image.display()
+        )));
+    }
+    let trust = key.as_ref().map_or(Trust::Anybody, Trust::Key);
+    let checked = manifest::check(file.stream()?, Policy::Strict, trust).map_err(|error| file.failure(error))?;
+    let card = Rshim::new(&args.rshim);
+    // From here on, no second one of our kind can do the same with the same card.
+    let looking = card.clone();
+    let limit = Duration::from_secs(args.timeout_s);
+    let seen = flash::within(limit, move || look_at(&looking));
+    let seen = seen.unwrap_or(Err(Failure::TimeLimit { limit, stage: Stage::Preparing }));
+    let (_lock, misc) = seen.map_err(|failure| display.failed(&card, &failure))?;
+    let name = misc.dev_name.clone().unwrap_or_else(|| card.folder().display().to_string());
+    let had = Record::read(&args.records, &name)?;
+    display.card(&Card::new(&card, &misc), had.as_ref());
+    let terms = Terms { had_epoch: had.map(|had| had.epoch), allow_rollback: args.allow_rollback };
+    let generation = flash::check(&checked, &misc, terms).map_err(|refusal| file.failure(refusal))?;
+    flash::usable(&misc).map_err(|failure| display.failed(&card, &failure))?;
+    display.image(&checked, generation, key.as_ref());
+    if args.dry_run {
+        display.dry_run()?;
+        return Ok(());
+    }
+    // Where it can't be kept afterwards, nothing is begun.
+    Record::probe(&args.records)?;
+    let image = Image { file: file.into_file(), len_bytes: checked.report.len_bytes, sha256: checked.sha256 };
+    let outcome = push(args, &card, image, &misc, &display)?;
+    if outcome.result.is_ok() {
+        remember(args, &name, &checked, terms)?;
+    }
+    display.ended(&card, &outcome)
+}
+
+/// Lock a card and read what it says.
+fn look_at(card: &Rshim) -> Result<(Lock, Misc), Failure> {
+    if !card.exists() {
+        return Err(Failure::NotFound(card.folder().display().to_string()));
+    }
+    let lock = card.lock().map_err(|error| match error.kind() {
+        io::ErrorKind::WouldBlock => Failure::Locked,
+        _ => failure_of(&error),
+    })?;
+    let misc = card.read_misc().map_err(|error| failure_of(&error))?;
+    Ok((lock, misc))
+}
+
+fn failure_of(error: &io::Error) -> Failure {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => Failure::Permission,
+        _ => Failure::Gone,
+    }
+}
+
+/// Write, follow, restore.
+fn push(args: &FlashArgs, card: &Rshim, image: Image, misc: &Misc, display: &Display) -> Result<Outcome, Exit> {
+    let (interrupter, events) = Interrupter::new();
+    let mut signals = Signals::new([SIGINT, SIGTERM]).context("watch for signals").map_err(Exit::Run)?;
+    let (handle, to_session) = (signals.handle(), interrupter.clone());
+    let watching = thread::spawn(move || signals.forever().for_each(|signal| to_session.interrupt(signal)));
+    let start = Clock::now();
+    let clock = move || Instant::from_nanos(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
+    let poll = Duration::from_millis(args.poll_ms);
+    let limits = Limits {
+        total: Duration::from_secs(args.timeout_s),
+        poll,
+        gone_polls: PATIENCE_POLLS,
+        restore: poll * PATIENCE_POLLS,
+    };
+    let until = match args.until {
+        UntilName::Ready => Until::Ready,
+        UntilName::LinuxUp => Until::LinuxUp,
+        UntilName::Rebooting => Until::Rebooting,
+    };
+    let session = Session::new(image.len_bytes, misc, until, limits, clock());
+    let mut bar = display.bar(image.len_bytes);
+    let outcome = flash::run(session, card, image, (interrupter, events), clock, |progress| bar.show(progress));
+    handle.close();
+    // It ends at once: its signals are closed.
+    let _ = watching.join();
+    Ok(outcome)
+}
+
+/// Keep what the card has now; a lower epoch does not make the card forget the higher one, unless it was allowed.
+fn remember(args: &FlashArgs, name: &str, checked: &Checked, terms: Terms) -> Result<(), Exit> {
+    let manifest = checked.manifest.as_ref();
+    let epoch = manifest.map_or(0, |manifest| manifest.epoch);
+    let record = Record {
+        version: manifest.map(|manifest| manifest.version.clone()),
+        epoch: if terms.allow_rollback { epoch } else { epoch.max(terms.had_epoch.unwrap_or(0)) },
+        sha256: hex(&checked.sha256),
+    };
+    record.write(&args.records, name)
+}
