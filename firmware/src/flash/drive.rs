@@ -1,25 +1,23 @@
-//! Moves what a session asks for between it and a card.
+//! Moves what a session asks for between it and the workers, which talk to the driver.
 //!
-//! Calls into the driver can hang, so none is made on the thread that watches the time: one thread reads and sets
-//! `misc`, one writes `boot`, and the caller's thread has the session. A thread that hangs in the driver is left behind;
-//! it ends with the process, and the driver closes `boot` then.
+//! Nothing here waits for a worker longer than it is told to: one that hangs in the driver is killed, and left behind if
+//! that has no effect yet.
 
-use super::failure::Failure;
 use super::session::{Command, Event, Outcome, Progress, Session};
-use crate::rshim::Rshim;
+use super::worker::{Order, Said};
+use crate::rshim::Misc;
 use rustix::io::Errno;
-use sha2::{Digest, Sha256};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
+use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
 use std::time::Duration;
 use sumac_hal::time::Instant;
-
-/// Bytes of one write. The driver takes a write whole before it answers, and a signal waits for that.
-const CHUNK_LEN_BYTES: usize = 32 << 10;
 
 /// The stream to write, checked beforehand.
 #[derive(Debug)]
@@ -32,6 +30,20 @@ pub struct Image {
     pub sha256: [u8; 32],
 }
 
+/// What a worker process is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// [`serve_misc`](super::serve_misc), with orders on stdin and answers on stdout.
+    Misc,
+    /// [`serve_boot`](super::serve_boot), with the image as stdin and answers on stdout.
+    Boot {
+        /// Length of the image, in bytes.
+        len_bytes: u64,
+        /// Its SHA-256.
+        sha256: [u8; 32],
+    },
+}
+
 /// Lets another thread, such as one that waits for signals, end a flashing in order.
 #[derive(Debug, Clone)]
 pub struct Interrupter {
@@ -39,12 +51,6 @@ pub struct Interrupter {
 }
 
 impl Interrupter {
-    /// Make one, and the other end for [`run`].
-    pub fn new() -> (Self, Receiver<Event>) {
-        let (events, receiver) = channel();
-        (Self { events }, receiver)
-    }
-
     /// Tell of a signal.
     pub fn interrupt(&self, signal: i32) {
         // When it is over, nobody listens, and that is right.
@@ -52,139 +58,183 @@ impl Interrupter {
     }
 }
 
-/// Ask the driver for something, and wait no longer than `limit`; nothing if it has not answered by then.
-pub fn within<T: Send + 'static>(limit: Duration, ask: impl FnOnce() -> T + Send + 'static) -> Option<T> {
-    let (answer, receiver) = channel();
-    // Nobody may be waiting any more, and that is right.
-    thread::spawn(move || drop(answer.send(ask())));
-    receiver.recv_timeout(limit).ok()
+/// The workers of one card; they are killed when this is dropped.
+#[derive(Debug)]
+pub struct Workers<S> {
+    spawn: S,
+    sender: Sender<Event>,
+    events: Receiver<Event>,
+    misc: Worker,
+    orders: Option<ChildStdin>,
+    boot: Option<Worker>,
+    /// The worker for `boot` was killed on purpose.
+    is_stopped: Arc<AtomicBool>,
 }
 
-/// Flash: carry out what the session asks for until it ends. `show` is called with all that can be shown.
-pub fn run(
-    mut session: Session,
-    card: &Rshim,
-    image: Image,
-    (interrupter, events): (Interrupter, Receiver<Event>),
-    clock: impl Fn() -> Instant,
-    mut show: impl FnMut(Progress),
-) -> Outcome {
-    let sender = interrupter.events;
-    let misc = spawn_misc(card.clone(), sender.clone());
-    let stop = Arc::new(AtomicBool::new(false));
-    let mut image = Some(image);
-    loop {
-        while let Some(command) = session.poll_transmit() {
-            match command {
-                // The thread lives as long as this function listens.
-                Command::Set(_) | Command::ReadMisc => drop(misc.send(command)),
-                Command::Write => {
-                    if let Some(image) = image.take() {
-                        spawn_writer(card.clone(), image, stop.clone(), sender.clone());
-                    }
-                }
-                Command::StopWriting => stop.store(true, Ordering::Relaxed),
-            }
-        }
-        while let Some(progress) = session.poll_event() {
-            show(progress);
-        }
-        if let Some(outcome) = session.outcome() {
-            return outcome;
-        }
-        let received = match session.poll_timeout() {
-            Some(at) => events.recv_timeout(at.saturating_since(clock())),
-            None => events.recv().map_err(|_| RecvTimeoutError::Disconnected),
-        };
-        match received {
-            Ok(event) => session.handle(event, clock()),
-            // This function holds a sender: only time passes.
-            Err(_) => session.handle_timeout(clock()),
-        }
-        // Events that come without a pause must not keep the time from being looked at.
-        if session.poll_timeout().is_some_and(|at| clock() >= at) {
-            session.handle_timeout(clock());
+impl<S: FnMut(Role, Stdio) -> io::Result<Child>> Workers<S> {
+    /// Start the worker for `misc`. `spawn` starts a process in a role, with this as its stdin and a pipe as its stdout.
+    ///
+    /// # Errors
+    /// It can't be started.
+    pub fn start(mut spawn: S) -> io::Result<Self> {
+        let (sender, events) = channel();
+        let mut process = spawn(Role::Misc, Stdio::piped())?;
+        let orders = process.stdin.take();
+        // Once it has ended, the next order fails; one that it has taken must not be waited for.
+        let misc = Worker::watch(process, sender.clone(), || vec![Event::Misc(Err(Errno::IO))])?;
+        Ok(Self { spawn, sender, events, misc, orders, boot: None, is_stopped: Arc::default() })
+    }
+
+    /// Return a handle that ends [`Workers::run`] in order.
+    pub fn interrupter(&self) -> Interrupter {
+        Interrupter { events: self.sender.clone() }
+    }
+
+    /// Read `misc`; nothing if the driver does not answer within `limit`.
+    pub fn read_misc(&mut self, limit: Duration) -> Option<Result<Box<Misc>, Errno>> {
+        self.order(Order::Read);
+        match self.events.recv_timeout(limit) {
+            Ok(Event::Misc(misc)) => Some(misc),
+            _ => None,
         }
     }
-}
 
-/// Start the thread that reads and sets `misc`; it ends when the returned sender is dropped.
-fn spawn_misc(card: Rshim, events: Sender<Event>) -> Sender<Command> {
-    let (commands, receiver) = channel();
-    thread::spawn(move || {
-        for command in receiver {
-            let event = match command {
-                Command::Set(setting) => Event::Set(setting, card.set(setting).map_err(|error| errno(&error))),
-                _ => Event::Misc(card.read_misc().map(Box::new).map_err(|error| errno(&error))),
+    /// Flash: carry out what the session asks for until it ends. `show` is called with all that can be shown.
+    pub fn run(
+        mut self,
+        mut session: Session,
+        image: Image,
+        clock: impl Fn() -> Instant,
+        mut show: impl FnMut(Progress),
+    ) -> Outcome {
+        let mut image = Some(image);
+        loop {
+            while let Some(command) = session.poll_transmit() {
+                match command {
+                    Command::Set(setting) => self.order(setting.into()),
+                    Command::ReadMisc => self.order(Order::Read),
+                    Command::Write => self.write(image.take()),
+                    Command::StopWriting => self.stop_writing(),
+                }
+            }
+            while let Some(progress) = session.poll_event() {
+                show(progress);
+            }
+            if let Some(outcome) = session.outcome() {
+                return outcome;
+            }
+            let received = match session.poll_timeout() {
+                Some(at) => self.events.recv_timeout(at.saturating_since(clock())),
+                None => self.events.recv().map_err(|_| RecvTimeoutError::Disconnected),
             };
-            if events.send(event).is_err() {
-                break;
+            if let Ok(event) = received {
+                session.handle(event, clock());
             }
-        }
-    });
-    commands
-}
-
-/// Start the thread that opens `boot` and writes.
-fn spawn_writer(card: Rshim, image: Image, stop: Arc<AtomicBool>, events: Sender<Event>) {
-    thread::spawn(move || {
-        // Without a listener there is nothing left to do but to close.
-        let send = |event| drop(events.send(event));
-        match card.open_boot() {
-            Err(error) => send(Event::OpenFailed(errno(&error))),
-            Ok(mut boot) => {
-                send(Event::Opened);
-                let written = write(&mut boot, image, &stop, |bytes| send(Event::Wrote(bytes)));
-                if let Err(event) = written {
-                    send(event);
-                }
-                drop(boot);
-                send(Event::Closed);
-            }
-        }
-    });
-}
-
-/// Write the image; its last piece only if all of it is what was checked.
-fn write(boot: &mut File, mut image: Image, stop: &AtomicBool, wrote: impl Fn(u64)) -> Result<(), Event> {
-    let unreadable = |error: io::Error| Event::ImageFailed(Failure::Image(error.to_string()));
-    image.file.seek(SeekFrom::Start(0)).map_err(unreadable)?;
-    let mut digest = Sha256::new();
-    let mut left = image.len_bytes;
-    let mut buffer = vec![0; CHUNK_LEN_BYTES];
-    while left > 0 {
-        let len = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
-        let piece = &mut buffer[..len];
-        match image.file.read_exact(piece) {
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                return Err(Event::ImageFailed(Failure::ImageChanged));
-            }
-            read => read.map_err(unreadable)?,
-        }
-        digest.update(&*piece);
-        left -= len as u64;
-        if left == 0 && digest.finalize_reset()[..] != image.sha256 {
-            return Err(Event::ImageFailed(Failure::ImageChanged));
-        }
-        let mut rest = &*piece;
-        while !rest.is_empty() {
-            if stop.load(Ordering::Relaxed) {
-                return Ok(());
-            }
-            match boot.write(rest) {
-                Ok(0) => return Err(Event::WriteFailed(Errno::IO)),
-                Ok(took) => {
-                    rest = &rest[took..];
-                    wrote(took as u64);
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(Event::WriteFailed(errno(&error))),
+            // Events that come without a pause must not keep the time from being looked at.
+            if session.poll_timeout().is_some_and(|at| clock() >= at) {
+                session.handle_timeout(clock());
             }
         }
     }
-    Ok(())
+
+    fn order(&mut self, order: Order) {
+        let mut give = || -> io::Result<()> {
+            let orders = self.orders.as_mut().ok_or(io::ErrorKind::BrokenPipe)?;
+            writeln!(orders, "{}", serde_json::to_string(&order)?)?;
+            orders.flush()
+        };
+        if give().is_err() {
+            let number = Err(Errno::IO.raw_os_error());
+            let said =
+                if order == Order::Read { Said::Misc(Err(Errno::IO.raw_os_error())) } else { Said::Set(order, number) };
+            self.tell(said.event());
+        }
+    }
+
+    fn write(&mut self, image: Option<Image>) {
+        let is_stopped = self.is_stopped.clone();
+        let at_end = move || match is_stopped.load(Ordering::Relaxed) {
+            true => vec![Event::Closed],
+            false => vec![Event::WriteFailed(Errno::IO), Event::Closed],
+        };
+        let spawned = image.ok_or(io::ErrorKind::NotFound.into()).and_then(|Image { file, len_bytes, sha256 }| {
+            let process = (self.spawn)(Role::Boot { len_bytes, sha256 }, file.into())?;
+            Worker::watch(process, self.sender.clone(), at_end)
+        });
+        match spawned {
+            Err(error) => self.tell(Some(Event::OpenFailed(Errno::from_io_error(&error).unwrap_or(Errno::IO)))),
+            Ok(boot) => self.boot = Some(boot),
+        }
+    }
+
+    /// End the worker: the driver closes `boot` for it.
+    fn stop_writing(&mut self) {
+        self.is_stopped.store(true, Ordering::Relaxed);
+        if let Some(boot) = &self.boot {
+            boot.kill();
+        }
+    }
+
+    fn tell(&self, event: Option<Event>) {
+        if let Some(event) = event {
+            // This holds the other end.
+            let _ = self.sender.send(event);
+        }
+    }
 }
 
-fn errno(error: &io::Error) -> Errno {
-    Errno::from_io_error(error).unwrap_or(Errno::IO)
+impl<S> Drop for Workers<S> {
+    fn drop(&mut self) {
+        self.boot.iter().chain([&self.misc]).for_each(Worker::kill);
+    }
+}
+
+/// A worker process; a thread passes on what it says and waits for its end.
+#[derive(Debug)]
+struct Worker {
+    /// Stands for the process even when it has ended and its number is another's.
+    handle: OwnedFd,
+}
+
+impl Worker {
+    /// Watch a process. What `at_end` returns is told when it has ended without having said that it is done; by then
+    /// all that it had open is closed.
+    fn watch(
+        mut process: Child,
+        events: Sender<Event>,
+        at_end: impl FnOnce() -> Vec<Event> + Send + 'static,
+    ) -> io::Result<Self> {
+        let handle = pidfd_open(Pid::from_child(&process), PidfdFlags::empty())?;
+        let answers = process.stdout.take();
+        thread::spawn(move || {
+            let is_done = answers.is_some_and(|answers| forward(answers, &events));
+            // It has closed its pipe, so it has ended, or says what it must not.
+            let _ = process.kill();
+            let _ = process.wait();
+            if !is_done {
+                // Nobody may be listening any more, and that is right.
+                at_end().into_iter().for_each(|event| drop(events.send(event)));
+            }
+        });
+        Ok(Self { handle })
+    }
+
+    /// End it: at once, or, if it hangs in the driver, once that answers.
+    fn kill(&self) {
+        // It may have ended by itself.
+        let _ = pidfd_send_signal(&self.handle, Signal::KILL);
+    }
+}
+
+/// Pass on what a worker says until it ends, and return whether it has said that it is done.
+fn forward(answers: ChildStdout, events: &Sender<Event>) -> bool {
+    for line in BufReader::new(answers).lines() {
+        let said = line.ok().and_then(|line| serde_json::from_str::<Said>(&line).ok());
+        let Some(event) = said.and_then(Said::event) else { return false };
+        let is_done = matches!(event, Event::Closed | Event::OpenFailed(_));
+        if events.send(event).is_err() || is_done {
+            return true;
+        }
+    }
+    false
 }

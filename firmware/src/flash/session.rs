@@ -25,8 +25,12 @@ use sumac_hal::time::Instant;
 
 /// Lines of the boot log that the outcome holds.
 const TAIL_LINES: usize = 16;
+/// The boot mode while `boot` is open.
+const BOOT_MODE_RSHIM: u32 = 0;
 /// The boot mode that a card has when nobody has set another: eMMC.
 const BOOT_MODE_EMMC: u32 = 1;
+/// How often to look whether the driver has noticed that `boot` is closed.
+const CLOSED_POLLS: u32 = 10;
 
 /// How long things may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -190,8 +194,19 @@ struct Ending {
     deadline: Instant,
     /// What could not be restored.
     trouble: Option<String>,
-    /// The queue has the steps that follow the closing of `boot`.
-    is_restoring: bool,
+    step: Step,
+}
+
+/// How far the ending is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    /// `boot` is to be closed, and what is under way on `misc` to be answered.
+    Closing,
+    /// The driver has yet to notice the closing, and will set the boot mode when it does: setting it before would be
+    /// in vain. So many looks are left.
+    Noticing(u32),
+    /// The settings are being made, and looked at.
+    Restoring,
 }
 
 impl Session {
@@ -203,7 +218,7 @@ impl Session {
             until,
             len_bytes,
             // 0 is what another flasher has left behind; it would wait for a stream for ever.
-            boot_mode_before: before.boot_mode.filter(|mode| *mode != 0).unwrap_or(BOOT_MODE_EMMC),
+            boot_mode_before: before.boot_mode.filter(|mode| *mode != BOOT_MODE_RSHIM).unwrap_or(BOOT_MODE_EMMC),
             display_level_before: before.display_level.unwrap_or(0),
             deadline: now + limits.total,
             stage: Stage::Preparing,
@@ -268,7 +283,7 @@ impl Session {
             }
             _ => {}
         }
-        if self.stage > Stage::Preparing && self.ending.is_none() && now >= self.next_poll {
+        if self.is_polling() && now >= self.next_poll {
             self.next_poll = now + self.limits.poll;
             if !self.is_misc_busy && self.queue.is_empty() {
                 self.queue.push_back(Command::ReadMisc);
@@ -301,9 +316,10 @@ impl Session {
     pub fn poll_timeout(&self) -> Option<Instant> {
         match &self.ending {
             _ if self.is_done => None,
-            Some(ending) => Some(ending.deadline),
-            None if self.stage > Stage::Preparing => Some(self.deadline.min(self.next_poll)),
-            None => Some(self.deadline),
+            ending => {
+                let deadline = ending.as_ref().map_or(self.deadline, |ending| ending.deadline);
+                Some(if self.is_polling() { deadline.min(self.next_poll) } else { deadline })
+            }
         }
     }
 
@@ -324,6 +340,14 @@ impl Session {
         Some(Outcome { result: ending.result.clone(), written_bytes: self.written_bytes, restored, log_tail })
     }
 
+    /// Tell whether `misc` is to be read now and then.
+    fn is_polling(&self) -> bool {
+        match &self.ending {
+            None => self.stage > Stage::Preparing,
+            Some(ending) => matches!(ending.step, Step::Noticing(_)),
+        }
+    }
+
     fn enter(&mut self, stage: Stage) {
         if self.stage < stage {
             self.stage = stage;
@@ -336,7 +360,7 @@ impl Session {
         match (&mut self.ending, setting, result) {
             // An old driver does not know it, and then it was not set either.
             (Some(_), Setting::ClearOnRead(_), _) => {}
-            (Some(ending), _, Err(errno)) if ending.is_restoring => {
+            (Some(ending), _, Err(errno)) if ending.step == Step::Restoring => {
                 ending.trouble.get_or_insert_with(|| format!("{}: {errno}", setting.key()));
             }
             (None, Setting::ClearOnRead(clears), result) => self.clears_log = clears && result.is_ok(),
@@ -361,14 +385,7 @@ impl Session {
             Err(errno) => return self.on_misc_failed(errno, now),
         };
         self.failed_polls = 0;
-        if let Some(ending) = self.ending.as_mut().filter(|ending| ending.is_restoring) {
-            // The last step: seen is restored.
-            let expected = self.boot_mode_before;
-            if self.queue.is_empty() && self.was_boot_opened && misc.boot_mode != Some(expected) {
-                let found = misc.boot_mode.map_or("not shown".into(), |mode| mode.to_string());
-                ending.trouble.get_or_insert_with(|| format!("BOOT_MODE is {found}, not {expected}"));
-            }
-        }
+        let boot_mode = misc.boot_mode;
         match &mut self.log {
             None if self.ending.is_none() => {
                 // What is in the log by now is of an earlier boot.
@@ -382,15 +399,31 @@ impl Session {
                 }
             }
         }
+        self.on_boot_mode(boot_mode);
+    }
+
+    /// Take what `misc` says while it ends.
+    fn on_boot_mode(&mut self, boot_mode: Option<u32>) {
+        let expected = self.boot_mode_before;
+        let Some(ending) = &mut self.ending else { return };
+        match ending.step {
+            Step::Noticing(looks) if boot_mode != Some(BOOT_MODE_RSHIM) || looks == 0 => self.restore(),
+            Step::Noticing(looks) => ending.step = Step::Noticing(looks - 1),
+            // The last look: seen is restored.
+            Step::Restoring if self.queue.is_empty() && self.was_boot_opened && boot_mode != Some(expected) => {
+                let found = boot_mode.map_or("not shown".into(), |mode| mode.to_string());
+                ending.trouble.get_or_insert_with(|| format!("BOOT_MODE is {found}, not {expected}"));
+            }
+            _ => {}
+        }
     }
 
     fn on_misc_failed(&mut self, errno: Errno, now: Instant) {
-        match &mut self.ending {
-            Some(ending) if ending.is_restoring => {
-                if self.queue.is_empty() {
-                    ending.trouble.get_or_insert_with(|| format!("misc: {errno}"));
-                }
+        match self.ending.as_mut().map(|ending| (ending.step, ending)) {
+            Some((Step::Restoring, ending)) if self.queue.is_empty() => {
+                ending.trouble.get_or_insert_with(|| format!("misc: {errno}"));
             }
+            Some((Step::Noticing(_), _)) => self.restore(),
             Some(_) => {}
             None => {
                 self.failed_polls += 1;
@@ -434,23 +467,32 @@ impl Session {
             self.queue.push_back(Command::StopWriting);
         }
         let deadline = now + self.limits.restore;
-        self.ending = Some(Ending { result, deadline, trouble: None, is_restoring: false });
+        self.ending = Some(Ending { result, deadline, trouble: None, step: Step::Closing });
     }
 
     /// Take the next step of the ending, when the one before is done.
     fn advance(&mut self) {
         let is_waiting = self.is_boot_open || self.is_misc_busy || !self.queue.is_empty();
         let Some(ending) = self.ending.as_mut().filter(|_| !is_waiting && !self.is_done) else { return };
-        if ending.is_restoring || !(self.was_misc_set || self.was_boot_opened) {
-            self.is_done = true;
-            return;
-        }
-        ending.is_restoring = true;
-        if self.was_boot_opened {
-            if ending.result.is_err() && self.log.is_some() {
-                // Once more the log: it may say why.
+        match ending.step {
+            Step::Closing if !(self.was_misc_set || self.was_boot_opened) => self.is_done = true,
+            Step::Closing if self.was_boot_opened => {
+                // It reads the log once more, too, which may say why.
+                ending.step = Step::Noticing(CLOSED_POLLS);
                 self.queue.push_back(Command::ReadMisc);
             }
+            Step::Closing => self.restore(),
+            Step::Noticing(_) => {}
+            Step::Restoring => self.is_done = true,
+        }
+    }
+
+    /// Make the settings that were there before, and look at them.
+    fn restore(&mut self) {
+        if let Some(ending) = &mut self.ending {
+            ending.step = Step::Restoring;
+        }
+        if self.was_boot_opened {
             self.queue.push_back(Command::Set(Setting::BootMode(self.boot_mode_before)));
             if self.stage == Stage::Writing {
                 self.queue.push_back(Command::Set(Setting::Reset));

@@ -35,6 +35,8 @@ struct Card {
     signals_at: Vec<Duration>,
     /// What BOOT_MODE was before.
     boot_mode: u32,
+    /// The driver notices that `boot` is closed, and sets BOOT_MODE, so many readings later.
+    notices_after: usize,
 }
 
 struct Ran {
@@ -64,7 +66,7 @@ fn run(card: Card, until: Until) -> Ran {
     let mut signals: VecDeque<_> = card.signals_at.iter().map(|at| Instant::ZERO + *at).collect();
     let (mut settings, mut reads, mut written, mut boot_mode) = (Vec::new(), 0, 0, card.boot_mode);
     let (mut unread, mut writing) = (card.old_log.iter().map(|line| line.to_string()).collect::<Vec<_>>(), false);
-    let (mut told, mut opened_at, mut booting_at) = (0, None, None);
+    let (mut told, mut opened_at, mut booting_at, mut closed_at) = (0, None, None, None);
     for _ in 0..100_000 {
         let later = now + Duration::from_millis(100);
         while let Some(command) = session.poll_transmit() {
@@ -93,6 +95,9 @@ fn run(card: Card, until: Until) -> Ran {
                     let due: Vec<_> = card.log[told..].iter().take_while(|(at, _)| is_due(*at)).collect();
                     told += due.len();
                     unread.extend(due.into_iter().map(|(_, line)| line.to_string()));
+                    if closed_at.is_some_and(|at| reads > at + card.notices_after) {
+                        (boot_mode, closed_at) = (1, None);
+                    }
                     let mut misc = Misc::parse(&format!("BOOT_MODE {boot_mode}\n"));
                     misc.log = if card.keeps_log { unread.clone() } else { std::mem::take(&mut unread) };
                     answers.push_back((later, Event::Misc(Ok(Box::new(misc)))));
@@ -106,7 +111,7 @@ fn run(card: Card, until: Until) -> Ran {
                 },
                 Command::StopWriting => {
                     if writing && !card.writer_hangs {
-                        (writing, boot_mode) = (false, 1);
+                        (writing, closed_at) = (false, Some(reads));
                         answers.push_back((later, Event::Closed));
                     }
                 }
@@ -133,12 +138,12 @@ fn run(card: Card, until: Until) -> Ran {
                 let at = now + Duration::from_millis(100);
                 match card.write {
                     Some((end, errno)) if written >= end => {
-                        (writing, boot_mode) = (false, 1);
+                        (writing, closed_at) = (false, Some(reads));
                         answers.extend([(at, Event::WriteFailed(errno)), (at, Event::Closed)]);
                     }
                     _ if card.writer_hangs && written >= 300 => {}
                     _ if written >= LEN_BYTES => {
-                        (writing, boot_mode) = (false, 1);
+                        (writing, closed_at) = (false, Some(reads));
                         answers.push_back((at, Event::Closed));
                     }
                     _ => {
@@ -323,6 +328,19 @@ fn the_boot_mode_of_before_comes_back_but_never_that_of_waiting_for_a_stream() {
     let ran = run(Card { set, log: vec![READY], ..card() }, Until::Ready);
     assert!(matches!(&ran.outcome.restored, Restored::No(why) if why.contains("BOOT_MODE")));
     assert!(ran.outcome.result.is_ok(), "the card is ready all the same");
+}
+
+/// Closing is told to the driver after the fact; it then overwrites what was set before it knew.
+#[test]
+fn the_boot_mode_is_set_only_after_the_driver_has_noticed_the_closing() {
+    for notices_after in [0, 1, 5] {
+        let card = Card { boot_mode: 2, notices_after, write: Some((300, Errno::TIMEDOUT)), ..card() };
+        let ran = run(card, Until::Ready);
+        assert_eq!((ran.failure(), &ran.outcome.restored), (&Failure::NotDraining, &Restored::Yes));
+    }
+    // It never does: then it is set all the same.
+    let card = Card { boot_mode: 2, notices_after: 10_000, write: Some((300, Errno::TIMEDOUT)), ..card() };
+    assert_eq!(run(card, Until::Ready).settings.iter().filter(|set| **set == Setting::BootMode(2)).count(), 1);
 }
 
 #[test]

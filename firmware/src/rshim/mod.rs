@@ -2,7 +2,7 @@
 //!
 //! `/dev/rshimN` holds `boot` (what is written goes to the card's boot FIFO), `misc` (settings and the boot log, as text)
 //! and `console`. **Opening `boot` resets the card**, so nothing here opens it but [`Rshim::open_boot`]; looking at a card
-//! ([`Rshim::read_misc`]) has no side effect but the one that was asked for with [`Setting::ClearOnRead`].
+//! ([`Rshim::read_misc_text`]) has no side effect but the one that was asked for with [`Setting::ClearOnRead`].
 //!
 //! Invariants: nodes are opened as they are, never created or truncated; every call is one open, one operation, one
 //! close, as the driver makes its text anew for each open and keeps none between them.
@@ -110,11 +110,11 @@ impl Rshim {
         Ok(Lock { _folder: folder })
     }
 
-    /// Read `misc`.
+    /// Read the text of `misc`, for [`Misc::parse`].
     ///
     /// # Errors
     /// As the driver says; `ENODEV` if the card is gone.
-    pub fn read_misc(&self) -> io::Result<Misc> {
+    pub fn read_misc_text(&self) -> io::Result<String> {
         let mut file = File::open(self.folder.join("misc"))?;
         // The driver gives its text to the first read and nothing to the next: one read must be able to take it all.
         let mut buffer = vec![0; MISC_MAX_BYTES];
@@ -127,7 +127,7 @@ impl Rshim {
                 Err(error) => return Err(error),
             }
         }
-        Ok(Misc::parse(&String::from_utf8_lossy(&buffer[..len])))
+        Ok(String::from_utf8_lossy(&buffer[..len]).into_owned())
     }
 
     /// Change a setting.

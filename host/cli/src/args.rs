@@ -4,6 +4,7 @@ use crate::all_reduce::AllReduceArgs;
 use crate::devices::DevicesArgs;
 use crate::doctor::DoctorArgs;
 use crate::flash::FlashArgs;
+use crate::flash::worker::WorkerArgs;
 use crate::image::ImageArgs;
 use crate::perf::PerfArgs;
 use crate::plan::PlanArgs;
@@ -81,6 +82,9 @@ pub(crate) enum Command {
     ///
     /// Reads each card's `misc`, and nothing else: opening its boot node would reset it.
     Devices(DevicesArgs),
+    /// What talks to a card's driver for flash and devices
+    #[command(hide = true)]
+    RshimWorker(WorkerArgs),
     /// One rank of perf or all-reduce; its job comes on stdin
     #[command(hide = true)]
     Rank,

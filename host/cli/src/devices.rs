@@ -3,14 +3,13 @@
 //! Only `misc` is read: opening `boot` would reset a card.
 
 use crate::exit::Failure;
-use crate::flash::Card;
+use crate::flash::{Card, worker};
 use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::time::Duration;
-use sumac_firmware::flash::within;
 use sumac_firmware::rshim::{DEV_FOLDER, Rshim};
 
 /// How long a card's driver may take to answer.
@@ -39,11 +38,11 @@ enum Found {
 pub(crate) fn run(args: &DevicesArgs) -> Result<(), Failure> {
     let cards = Rshim::find(&args.root).with_context(|| format!("cannot look for cards in {}", args.root.display()));
     let found = cards.map_err(Failure::Input)?.into_iter().map(|card| {
-        let looking = card.clone();
-        let error = match within(ANSWER_LIMIT, move || looking.read_misc()) {
-            Some(Ok(misc)) => return Found::Card(Card::new(&card, &misc)),
-            Some(Err(error)) => error.to_string(),
-            None => format!("the driver does not answer within {} s", ANSWER_LIMIT.as_secs()),
+        let error = match worker::start(&card).map(|mut workers| workers.read_misc(ANSWER_LIMIT)) {
+            Ok(Some(Ok(misc))) => return Found::Card(Card::new(&card, &misc)),
+            Ok(Some(Err(errno))) => errno.to_string(),
+            Err(error) => error.to_string(),
+            Ok(None) => format!("the driver does not answer within {} s", ANSWER_LIMIT.as_secs()),
         };
         Found::Error { path: card.folder().display().to_string(), error }
     });

@@ -50,6 +50,7 @@ fn main() -> ExitCode {
         Command::Image(args) => image::run(&args),
         Command::Flash(args) => flash::run(&args),
         Command::Devices(args) => devices::run(&args),
+        Command::RshimWorker(args) => flash::worker::run(&args),
         Command::Rank => worker::run(),
     };
     exit::report(outcome)

@@ -5,6 +5,7 @@
 
 mod record;
 mod show;
+pub(crate) mod worker;
 
 pub(crate) use show::Card;
 
@@ -21,10 +22,11 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant as Clock};
 use sumac_firmware::bfb::Policy;
-use sumac_firmware::flash::{self, Failure, Image, Interrupter, Limits, Outcome, Session, Stage, Terms, Until};
+use sumac_firmware::flash::{self, Failure, Image, Limits, Outcome, Session, Stage, Terms, Until, Workers};
 use sumac_firmware::manifest::{self, Checked, Trust, hex};
 use sumac_firmware::rshim::{Lock, Misc, Rshim};
 use sumac_hal::time::Instant;
+use worker::Spawn;
 
 /// Readings of `misc` that fail or wait before the card counts as gone, or as not to be restored.
 const PATIENCE_POLLS: u32 = 30;
@@ -94,11 +96,9 @@ pub(crate) fn run(args: &FlashArgs) -> Result<(), Exit> {
     let checked = manifest::check(file.stream()?, Policy::Strict, trust).map_err(|error| file.failure(error))?;
     let card = Rshim::new(&args.rshim);
     // From here on, no second one of our kind can do the same with the same card.
-    let looking = card.clone();
     let limit = Duration::from_secs(args.timeout_s);
-    let seen = flash::within(limit, move || look_at(&looking));
-    let seen = seen.unwrap_or(Err(Failure::TimeLimit { limit, stage: Stage::Preparing }));
-    let (_lock, misc) = seen.map_err(|failure| display.failed(&card, &failure))?;
+    let looked = look_at(&card, limit).map_err(Exit::Run)?;
+    let Looked { _lock, misc, workers } = looked.map_err(|failure| display.failed(&card, &failure))?;
     let name = misc.dev_name.clone().unwrap_or_else(|| card.folder().display().to_string());
     let had = Record::read(&args.records, &name)?;
     display.card(&Card::new(&card, &misc), had.as_ref());
@@ -113,24 +113,36 @@ pub(crate) fn run(args: &FlashArgs) -> Result<(), Exit> {
     // Where it can't be kept afterwards, nothing is begun.
     Record::probe(&args.records)?;
     let image = Image { file: file.into_file(), len_bytes: checked.report.len_bytes, sha256: checked.sha256 };
-    let outcome = push(args, &card, image, &misc, &display)?;
+    let outcome = push(args, workers, image, &misc, &display)?;
     if outcome.result.is_ok() {
         remember(args, &name, &checked, terms)?;
     }
     display.ended(&card, &outcome)
 }
 
-/// Lock a card and read what it says.
-fn look_at(card: &Rshim) -> Result<(Lock, Misc), Failure> {
+/// A card that is ours while this lives.
+struct Looked {
+    _lock: Lock,
+    misc: Box<Misc>,
+    workers: Workers<Spawn>,
+}
+
+/// Lock a card and read what it says; the outer error is that there are no workers.
+fn look_at(card: &Rshim, limit: Duration) -> anyhow::Result<Result<Looked, Failure>> {
     if !card.exists() {
-        return Err(Failure::NotFound(card.folder().display().to_string()));
+        return Ok(Err(Failure::NotFound(card.folder().display().to_string())));
     }
-    let lock = card.lock().map_err(|error| match error.kind() {
-        io::ErrorKind::WouldBlock => Failure::Locked,
-        _ => failure_of(&error),
-    })?;
-    let misc = card.read_misc().map_err(|error| failure_of(&error))?;
-    Ok((lock, misc))
+    let lock = match card.lock() {
+        Ok(lock) => lock,
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Err(Failure::Locked)),
+        Err(error) => return Ok(Err(failure_of(&error))),
+    };
+    let mut workers = worker::start(card)?;
+    Ok(match workers.read_misc(limit) {
+        Some(Ok(misc)) => Ok(Looked { _lock: lock, misc, workers }),
+        Some(Err(errno)) => Err(failure_of(&errno.into())),
+        None => Err(Failure::TimeLimit { limit, stage: Stage::Preparing }),
+    })
 }
 
 fn failure_of(error: &io::Error) -> Failure {
@@ -141,11 +153,16 @@ fn failure_of(error: &io::Error) -> Failure {
 }
 
 /// Write, follow, restore.
-fn push(args: &FlashArgs, card: &Rshim, image: Image, misc: &Misc, display: &Display) -> Result<Outcome, Exit> {
-    let (interrupter, events) = Interrupter::new();
+fn push(
+    args: &FlashArgs,
+    workers: Workers<Spawn>,
+    image: Image,
+    misc: &Misc,
+    display: &Display,
+) -> Result<Outcome, Exit> {
     let mut signals = Signals::new([SIGINT, SIGTERM]).context("watch for signals").map_err(Exit::Run)?;
-    let (handle, to_session) = (signals.handle(), interrupter.clone());
-    let watching = thread::spawn(move || signals.forever().for_each(|signal| to_session.interrupt(signal)));
+    let (handle, interrupter) = (signals.handle(), workers.interrupter());
+    let watching = thread::spawn(move || signals.forever().for_each(|signal| interrupter.interrupt(signal)));
     let start = Clock::now();
     let clock = move || Instant::from_nanos(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
     let poll = Duration::from_millis(args.poll_ms);
@@ -162,7 +179,7 @@ fn push(args: &FlashArgs, card: &Rshim, image: Image, misc: &Misc, display: &Dis
     };
     let session = Session::new(image.len_bytes, misc, until, limits, clock());
     let mut bar = display.bar(image.len_bytes);
-    let outcome = flash::run(session, card, image, (interrupter, events), clock, |progress| bar.show(progress));
+    let outcome = workers.run(session, image, clock, |progress| bar.show(progress));
     handle.close();
     // It ends at once: its signals are closed.
     let _ = watching.join();
