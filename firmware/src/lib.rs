@@ -13,6 +13,7 @@
 //! | [`manifest`] | what is in it, signed; for the stream and for the files on the card |
 //! | [`rshim`] | a card's boot FIFO, settings and boot log, as its driver shows them |
 //! | [`flash`] | pushing a stream, and following it until the card is up; what to do when it is not |
+//! | [`slots`] | two images of which one always boots: what the agent updates itself |
 #![forbid(unsafe_code)]
 
 pub mod bfb;
@@ -22,3 +23,4 @@ pub mod flash;
 pub mod manifest;
 pub mod recipe;
 pub mod rshim;
+pub mod slots;
