@@ -205,9 +205,18 @@ fn lines_of_an_earlier_boot_are_no_success() {
             run(Card { old_log: old(), keeps_log, set, log: vec![(LEN_BYTES, "x"), READY], ..card() }, Until::Ready);
         assert_eq!(ran.outcome.result, Ok(READY.1.into()));
     }
-    // A line before the last byte was taken can't be about this stream.
-    let ran = run(Card { log: vec![(200, READY.1)], ..card() }, Until::Ready);
-    assert!(matches!(ran.failure(), Failure::TimeLimit { stage: Stage::Booting, .. }));
+    // A line before the last byte was taken can't be about this stream, even if it is read after that.
+    for at in (LEN_BYTES - 12 * STEP_BYTES..LEN_BYTES).step_by(STEP_BYTES as usize) {
+        let ran = run(Card { log: vec![(at, READY.1)], ..card() }, Until::Ready);
+        assert!(matches!(ran.failure(), Failure::TimeLimit { stage: Stage::Booting, .. }), "at {at}");
+    }
+    // Nor is an old failure one.
+    for keeps_log in [false, true] {
+        let set = keeps_log.then_some(("CLEAR_ON_READ", Errno::INVAL));
+        let old_log = vec!["PANIC(BL31): PC = 0x1"];
+        let ran = run(Card { old_log, keeps_log, set, log: vec![READY], ..card() }, Until::Ready);
+        assert_eq!(ran.outcome.result, Ok(READY.1.into()));
+    }
 }
 
 #[test]
