@@ -214,6 +214,7 @@ fn power_fails_after_every_write_and_a_known_version_boots() {
             };
             check_payload(&mut slots, &selected);
             let version: u64 = selected.record.version.parse().expect("a number");
+            let reached = reached.unwrap_or(0);
             assert!(
                 version >= reached,
                 "after {budget} writes, seed {seed}: {version}, though {reached} was confirmed"
