@@ -18,7 +18,8 @@ LIMIT_MIB = 32
 
 def peak_kib(command):
     """Run a command, and return its resident memory at the most, in KiB."""
-    pid = os.posix_spawn(command[0], command, os.environ)
+    quiet = [(os.POSIX_SPAWN_OPEN, descriptor, os.devnull, os.O_WRONLY, 0) for descriptor in (1, 2)]
+    pid = os.posix_spawn(command[0], command, os.environ, file_actions=quiet)
     _, status, usage = os.wait4(pid, 0)
     if os.waitstatus_to_exitcode(status) != 0:
         sys.exit(f"{' '.join(command)}: status {os.waitstatus_to_exitcode(status)}")
