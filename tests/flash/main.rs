@@ -1,4 +1,4 @@
-//! `sumac flash` and `sumac devices`, as processes, against a simulated card: a script for every failure that the driver
+//! `sumac image` as a process; `sumac flash` and `sumac devices` against a simulated card: a script for every failure that the driver
 //! and its users report (Mellanox/rshim-user-space and its issues), and what the card is left with.
 //!
 //! Needs FUSE: root or fusermount3. Where that is missing the tests say so and do nothing; with CI=true they fail.
@@ -7,6 +7,7 @@
 //! what to do; the settings are those of before; what the card has got is a part of the image, from its beginning.
 
 mod failures;
+mod images;
 mod rshim;
 mod success;
 

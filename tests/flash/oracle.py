@@ -5,13 +5,18 @@
 
 Each case draws images of random ids, versions and lengths, and compares to the byte: what `repack` makes of single
 files; what it makes of a stream with some images replaced; what it keeps for a card; the eMMC form, and back. What `list`
-and `extract` say is compared with what was put in. Exit status 1 at the first difference, with the seed.
+and `extract` say is compared with what was put in. Once, a signed image is built, and its manifest is checked with
+openssl and hashlib. Exit status 1 at the first difference, with the seed.
 """
 
 import argparse
+import base64
+import hashlib
 import json
+import os
 import pathlib
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -129,6 +134,37 @@ class Case:
         for entry in folder.iterdir():
             entry.unlink()
 
+    def signed(self):
+        """Build a signed image, and check its manifest (DSSE) with the tools of others."""
+        if not shutil.which("openssl"):
+            print("SKIPPED: signatures against openssl: it is not installed")
+            return 1 if os.environ.get("CI") == "true" else 0
+        key, public, out = (self.folder / name for name in ("key.pem", "pub.pem", "signed.bfb"))
+        subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
+        subprocess.run(["openssl", "pkey", "-in", key, "-pubout", "-out", public], check=True)
+        kernel, initramfs = self.file("kernel", self.rng.randbytes(5000)), self.file("initramfs", self.rng.randbytes(77))
+        inputs = ["--kernel", kernel, "--initramfs", initramfs, "--image-version", "1.2", "--epoch", 3, "--sign-key", key]
+        self.run("build", *inputs, "-o", out)
+        self.run("verify", out, "--key", public)
+        images = {(number, version): data for number, version, *_, data in bfb.read(out.read_bytes())}
+        assert bfb.write(images) == out.read_bytes(), "build: another stream"
+        envelope = json.loads(images.pop((bfb.NAMES["info"], 0)))
+        body, kind = base64.b64decode(envelope["payload"]), envelope["payloadType"].encode()
+        message = self.file("message", b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(body), body))
+        signature = self.file("signature", base64.b64decode(envelope["signatures"][0]["sig"]))
+        check = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", public, "-rawin", "-in", message, "-sigfile", signature]
+        done = subprocess.run(check, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        assert done.returncode == 0, f"openssl: {done.stdout.decode()}"
+        expected = [
+            {"name": f"{IDS[number]}-v{version}", "len_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for (number, version), data in images.items()
+        ]
+        manifest = json.loads(body)
+        assert manifest["images"] == expected, f"manifest: {manifest} is not {expected}"
+        assert (manifest["board"], manifest["version"], manifest["epoch"]) == ("bluefield", "1.2", 3), manifest
+        print("the manifest's signature and digests: the same by openssl and hashlib")
+        return 0
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -139,6 +175,7 @@ def main():
     # The command makes every output safe from power failure, which here costs time on a disk and proves nothing.
     memory = pathlib.Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        status = Case(args.sumac, pathlib.Path(folder), random.Random(args.seed)).signed()
         for number in range(args.seed, args.seed + args.cases):
             try:
                 Case(args.sumac, pathlib.Path(folder), random.Random(number)).check(number)
@@ -146,7 +183,7 @@ def main():
                 print(f"seed {number}: {error}\nto repeat: oracle.py {args.sumac} --seed {number} --cases 1")
                 return 1
     print(f"{args.cases} random files from seed {args.seed} on: the same to the byte")
-    return 0
+    return status
 
 
 if __name__ == "__main__":

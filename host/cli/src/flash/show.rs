@@ -231,7 +231,8 @@ impl Bar {
             }
             Progress::Written(bytes) => self.bar.set_position(bytes),
             Progress::Log(line) => self.line(&format!("  {line}")),
-            Progress::Restoring => self.bar.abandon(),
+            // Once all was written, it shows how fast that was.
+            Progress::Restoring if !self.bar.is_finished() => self.bar.abandon(),
             _ => {}
         }
     }
