@@ -29,6 +29,7 @@ mod size;
 mod stats;
 mod status;
 mod worker;
+mod workload;
 
 use args::{Cli, Command};
 use clap::Parser;
