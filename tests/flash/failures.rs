@@ -5,6 +5,7 @@ use super::{Bench, Ran};
 use fuser::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::process::Stdio;
 
 /// Flash to a card that must fail, and check what holds for every failure.
@@ -225,6 +226,24 @@ fn ctrl_c_stops_the_writing_and_restores_the_card() {
         ran.check_restored(2);
         assert_eq!(ran.seen.resets, 1);
     }
+}
+
+/// Who writes to the file while it goes out gets no mixture booted: the last piece is held back.
+#[test]
+fn an_image_that_changes_while_it_is_written_does_not_boot() {
+    let bench = Bench::new();
+    let len = bench.image.len();
+    let Some(card) = bench.card(Script { write_max: 16, ..Script::good(len) }) else { return };
+    let args = bench.flash_args(&[]);
+    let mut command = bench.command(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    let process = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("started");
+    card.wait("the first bytes", |seen| !seen.received.is_empty());
+    let file = fs::OpenOptions::new().write(true).open(bench.path("image.bfb")).expect("opens");
+    file.write_all_at(b"x", len as u64 - 100_000).expect("written");
+    let ran = Ran::new(process.wait_with_output().expect("ended"), card);
+    assert_eq!((ran.status, ran.json["outcome"].as_str()), (28, Some("image-changed")), "{}", ran.stderr);
+    assert!(ran.seen.received.len() < len && ran.seen.resets == 1);
+    ran.check_restored(1);
 }
 
 #[test]

@@ -58,6 +58,22 @@ fn other_lines_and_modes_of_success() {
 }
 
 #[test]
+fn a_vendors_image_and_a_card_that_logs_errors_need_to_be_allowed() {
+    let bench = Bench::new();
+    let image = bench.path("image.bfb").display().to_string();
+    let info = r#"info={"Name":"a vendor's bundle"}"#;
+    let repacked = bench.sumac(&["image", "repack", &image, "--text", info, "-o", &image]);
+    assert!(repacked.status.success(), "{repacked:?}");
+    let bench = Bench { image: fs::read(&image).expect("there"), ..bench };
+    let len = bench.image.len();
+    let Some(ran) = bench.flash(Script::good(len), &[]) else { return };
+    assert_eq!((ran.status, ran.seen.opens), (2, 0), "{}", ran.stderr);
+    let log = [(When::Reading(1), "ERR[MISC]: a fan is loud"), (When::Reading(2), "INFO[MISC]: DPU is ready")];
+    let ran = well(&bench, Script::with_log(len, &log), &["--allow-unsigned", "--tolerate-errors"]).expect("FUSE");
+    assert!(ran.stderr.contains("NOT CHECKED for a signature"), "{}", ran.stderr);
+}
+
+#[test]
 fn a_log_that_wraps_hides_neither_success_nor_makes_one() {
     let bench = Bench::new();
     let mut script = Script::good(bench.image.len());

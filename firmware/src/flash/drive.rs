@@ -3,7 +3,8 @@
 //! Nothing here waits for a worker longer than it is told to: one that hangs in the driver is killed, and left behind if
 //! that has no effect yet.
 
-use super::session::{Command, Event, Outcome, Progress, Session};
+use super::session::Session;
+use super::verbs::{Command, Event, Outcome, Progress};
 use super::worker::{Order, Said};
 use crate::rshim::Misc;
 use rustix::io::Errno;

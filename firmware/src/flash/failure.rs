@@ -249,7 +249,7 @@ impl Failure {
                 _ => (
                     "log-error",
                     20,
-                    "a boot stage reported an error; `PSC error` means that the part does not accept the boot loaders (wrong signature or generation)",
+                    "a boot stage reported an error; `PSC error` means that the part does not accept the boot loaders (wrong signature or generation). If the card gets over it, --tolerate-errors goes on",
                 ),
             },
             Self::Setting { .. } => {

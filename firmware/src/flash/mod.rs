@@ -13,10 +13,12 @@ mod failure;
 mod session;
 #[cfg(test)]
 mod tests;
+mod verbs;
 mod worker;
 
 pub use check::{STREAM_MAX_BYTES, Terms, check, usable};
 pub use drive::{Image, Interrupter, Role, Workers};
 pub use failure::{Failure, Refusal, Stage};
-pub use session::{Command, Event, Limits, Outcome, Progress, Restored, Session, Until};
+pub use session::Session;
+pub use verbs::{Command, Event, Goal, Limits, Outcome, Progress, Restored, Until};
 pub use worker::{serve_boot, serve_misc};

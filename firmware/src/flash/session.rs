@@ -17,10 +17,10 @@
 //!   it may be writing its own flash.
 
 use super::failure::{Failure, Stage};
+use super::verbs::{Command, Event, Goal, Limits, Outcome, Progress, Restored};
 use crate::rshim::{LogKind, LogReader, Misc, Setting, kind_of};
 use rustix::io::Errno;
 use std::collections::VecDeque;
-use std::time::Duration;
 use sumac_hal::time::Instant;
 
 /// Lines of the boot log that the outcome holds.
@@ -32,134 +32,11 @@ const BOOT_MODE_EMMC: u32 = 1;
 /// How often to look whether the driver has noticed that `boot` is closed.
 const CLOSED_POLLS: u32 = 10;
 
-/// How long things may take.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
-    /// All of it, up to the last line of the boot log.
-    pub total: Duration,
-    /// Between two readings of `misc`.
-    pub poll: Duration,
-    /// Failed readings in a row after which the card is gone. A card that resets itself may be away for some.
-    pub gone_polls: u32,
-    /// Restoring the card's settings, in addition to `total`.
-    pub restore: Duration,
-}
-
-impl Default for Limits {
-    /// Half an hour, as vendors' installers take a quarter; a reading a second, as bfb-install does.
-    fn default() -> Self {
-        Self {
-            total: Duration::from_secs(1800),
-            poll: Duration::from_secs(1),
-            gone_polls: 30,
-            restore: Duration::from_secs(30),
-        }
-    }
-}
-
-/// Which line of the boot log is success.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Until {
-    /// `DPU is ready`.
-    Ready,
-    /// `Linux up`, or `DPU is ready`.
-    LinuxUp,
-    /// `Rebooting...`: a vendor's installer is done.
-    Rebooting,
-}
-
-impl Until {
-    fn is_reached_by(self, kind: LogKind) -> bool {
-        match self {
-            Self::Ready => kind == LogKind::Ready,
-            Self::LinuxUp => matches!(kind, LogKind::Ready | LogKind::LinuxUp),
-            Self::Rebooting => kind == LogKind::Rebooting,
-        }
-    }
-}
-
-/// What happened.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Event {
-    /// A setting was made, or not.
-    Set(Setting, Result<(), Errno>),
-    /// `misc` was read, or not.
-    Misc(Result<Box<Misc>, Errno>),
-    /// `boot` is open: the card has been reset.
-    Opened,
-    /// `boot` can't be opened.
-    OpenFailed(Errno),
-    /// So many more bytes were taken.
-    Wrote(u64),
-    /// Writing failed; `boot` is closed or about to be.
-    WriteFailed(Errno),
-    /// The image is not what it was, or can't be read.
-    ImageFailed(Failure),
-    /// `boot` is closed, whether all was written or not.
-    Closed,
-    /// The user wants it to end.
-    Signal(i32),
-}
-
-/// What to do; the answer is an [`Event`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Command {
-    /// Change a setting of `misc`: [`Event::Set`].
-    Set(Setting),
-    /// Read `misc`: [`Event::Misc`].
-    ReadMisc,
-    /// Open `boot` and write: [`Event::Opened`] or [`Event::OpenFailed`], then [`Event::Wrote`] and [`Event::Closed`].
-    Write,
-    /// Write no more, and close: [`Event::Closed`].
-    StopWriting,
-}
-
-/// What to show.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Progress {
-    /// A stage begins.
-    Stage(Stage),
-    /// So many bytes of the stream have been taken.
-    Written(u64),
-    /// A line of the boot log.
-    Log(String),
-    /// The decision has fallen; settings are being restored.
-    Restoring,
-}
-
-/// Whether the card's settings are as they were.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Restored {
-    /// Yes, and that was seen.
-    Yes,
-    /// Nothing was changed.
-    NotTouched,
-    /// No, or that was not seen.
-    No(String),
-}
-
-/// How it ended.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Outcome {
-    /// The line that was waited for, or why it did not come.
-    pub result: Result<String, Failure>,
-    /// Bytes that the card has taken.
-    pub written_bytes: u64,
-    /// Whether the card's settings are as they were.
-    pub restored: Restored,
-    /// The last lines of the boot log, oldest first.
-    pub log_tail: Vec<String>,
-}
-
 /// One flashing.
 #[derive(Debug)]
 pub struct Session {
     limits: Limits,
-    until: Until,
+    goal: Goal,
     len_bytes: u64,
     /// What `misc` said before.
     boot_mode_before: u32,
@@ -210,12 +87,12 @@ enum Step {
 }
 
 impl Session {
-    /// Begin to flash a stream of `len_bytes` bytes to a card of which `before` was read.
-    pub fn new(len_bytes: u64, before: &Misc, until: Until, limits: Limits, now: Instant) -> Self {
+    /// Begin to flash a stream of `len_bytes` bytes to a card of which `before` was read. The time limit counts from `now`.
+    pub fn new(len_bytes: u64, before: &Misc, goal: Goal, limits: Limits, now: Instant) -> Self {
         let settings = [Setting::DisplayLevel(2), Setting::ClearOnRead(true)];
         Self {
             limits,
-            until,
+            goal,
             len_bytes,
             // 0 is what another flasher has left behind; it would wait for a stream for ever.
             boot_mode_before: before.boot_mode.filter(|mode| *mode != BOOT_MODE_RSHIM).unwrap_or(BOOT_MODE_EMMC),
@@ -445,11 +322,12 @@ impl Session {
         }
         match kind_of(&line) {
             LogKind::NicMode => self.end(Err(Failure::NicMode), now),
+            LogKind::Error if self.goal.tolerates_errors => {}
             kind @ (LogKind::Critical | LogKind::Error | LogKind::Assert | LogKind::Panic | LogKind::Exception) => {
                 self.end(Err(Failure::Log { kind, line }), now);
             }
             // Before all is written, no line can be about what was written.
-            kind if self.stage == Stage::Booting && !is_stale && self.until.is_reached_by(kind) => {
+            kind if self.stage == Stage::Booting && !is_stale && self.goal.until.is_reached_by(kind) => {
                 self.end(Ok(line), now);
             }
             _ => {}

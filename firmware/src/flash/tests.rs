@@ -37,6 +37,8 @@ struct Card {
     boot_mode: u32,
     /// The driver notices that `boot` is closed, and sets BOOT_MODE, so many readings later.
     notices_after: usize,
+    /// What is asked of the session.
+    tolerates_errors: bool,
 }
 
 struct Ran {
@@ -60,7 +62,8 @@ const LIMITS: Limits = Limits {
 
 fn run(card: Card, until: Until) -> Ran {
     let before = Misc::parse(&format!("DISPLAY_LEVEL 1\nBOOT_MODE {}\nDEV_INFO BlueField-3(Rev 1)\n", card.boot_mode));
-    let mut session = Session::new(LEN_BYTES, &before, until, LIMITS, Instant::ZERO);
+    let goal = Goal { until, tolerates_errors: card.tolerates_errors };
+    let mut session = Session::new(LEN_BYTES, &before, goal, LIMITS, Instant::ZERO);
     let mut now = Instant::ZERO;
     let mut answers: VecDeque<(Instant, Event)> = VecDeque::new();
     let mut signals: VecDeque<_> = card.signals_at.iter().map(|at| Instant::ZERO + *at).collect();
@@ -240,6 +243,15 @@ fn every_bad_line_ends_it_while_writing_and_while_booting() {
     }
     let ran = run(Card { log: vec![(LEN_BYTES, "INFO[MISC]: In Enhanced NIC mode")], ..card() }, Until::Ready);
     assert_eq!(*ran.failure(), Failure::NicMode);
+}
+
+#[test]
+fn errors_can_be_tolerated_but_nothing_worse() {
+    let log = |worse: &'static str| vec![(0, "ERR[MISC]: a fan is loud"), (LEN_BYTES, worse), READY];
+    let ran = run(Card { log: log("INFO[BL31]: x"), tolerates_errors: true, ..card() }, Until::Ready);
+    assert_eq!(ran.outcome.result, Ok(READY.1.into()));
+    let ran = run(Card { log: log("ASSERT[BL31]: x"), tolerates_errors: true, ..card() }, Until::Ready);
+    assert!(matches!(ran.failure(), Failure::Log { kind: LogKind::Assert, .. }));
 }
 
 #[test]

@@ -7,7 +7,7 @@
 //! Workers are trusted, as they are the same program; a line that can't be read counts as the worker's end.
 
 use super::failure::Failure;
-use super::session::Event;
+use super::verbs::Event;
 use crate::rshim::{Misc, Rshim, Setting};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};

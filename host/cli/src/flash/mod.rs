@@ -22,7 +22,7 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant as Clock};
 use sumac_firmware::bfb::Policy;
-use sumac_firmware::flash::{self, Failure, Image, Limits, Outcome, Session, Stage, Terms, Until, Workers};
+use sumac_firmware::flash::{self, Failure, Goal, Image, Limits, Outcome, Session, Stage, Terms, Until, Workers};
 use sumac_firmware::manifest::{self, Checked, Trust, hex};
 use sumac_firmware::rshim::{Lock, Misc, Rshim};
 use sumac_hal::time::Instant;
@@ -52,6 +52,9 @@ pub(crate) struct FlashArgs {
     /// What the card must say to count as done
     #[arg(long = "until", value_enum, default_value_t = UntilName::Ready)]
     until: UntilName,
+    /// Show ERR lines of the boot log, but go on; PANIC, Exception, ASSERT and CRITICAL ERROR end it all the same
+    #[arg(long)]
+    tolerate_errors: bool,
     /// Seconds for all of it, but for putting settings back
     #[arg(long = "timeout", value_name = "SECONDS", default_value_t = 1800, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     timeout_s: u64,
@@ -96,7 +99,7 @@ pub(crate) fn run(args: &FlashArgs) -> Result<(), Exit> {
     let checked = manifest::check(file.stream()?, Policy::Strict, trust).map_err(|error| file.failure(error))?;
     let card = Rshim::new(&args.rshim);
     // From here on, no second one of our kind can do the same with the same card.
-    let limit = Duration::from_secs(args.timeout_s);
+    let (start, limit) = (Clock::now(), Duration::from_secs(args.timeout_s));
     let looked = look_at(&card, limit).map_err(Exit::Run)?;
     let Looked { _lock, misc, workers } = looked.map_err(|failure| display.failed(&card, &failure))?;
     let name = misc.dev_name.clone().unwrap_or_else(|| card.folder().display().to_string());
@@ -113,7 +116,7 @@ pub(crate) fn run(args: &FlashArgs) -> Result<(), Exit> {
     // Where it can't be kept afterwards, nothing is begun.
     Record::probe(&args.records)?;
     let image = Image { file: file.into_file(), len_bytes: checked.report.len_bytes, sha256: checked.sha256 };
-    let outcome = push(args, workers, image, &misc, &display)?;
+    let outcome = push(args, workers, image, &misc, start, &display)?;
     if outcome.result.is_ok() {
         remember(args, &name, &checked, terms)?;
     }
@@ -158,12 +161,12 @@ fn push(
     workers: Workers<Spawn>,
     image: Image,
     misc: &Misc,
+    start: Clock,
     display: &Display,
 ) -> Result<Outcome, Exit> {
     let mut signals = Signals::new([SIGINT, SIGTERM]).context("watch for signals").map_err(Exit::Run)?;
     let (handle, interrupter) = (signals.handle(), workers.interrupter());
     let watching = thread::spawn(move || signals.forever().for_each(|signal| interrupter.interrupt(signal)));
-    let start = Clock::now();
     let clock = move || Instant::from_nanos(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
     let poll = Duration::from_millis(args.poll_ms);
     let limits = Limits {
@@ -177,7 +180,9 @@ fn push(
         UntilName::LinuxUp => Until::LinuxUp,
         UntilName::Rebooting => Until::Rebooting,
     };
-    let session = Session::new(image.len_bytes, misc, until, limits, clock());
+    let goal = Goal { until, tolerates_errors: args.tolerate_errors };
+    // The clock's zero is when the card was first looked at: the limit is for all of it.
+    let session = Session::new(image.len_bytes, misc, goal, limits, Instant::ZERO);
     let mut bar = display.bar(image.len_bytes);
     let outcome = workers.run(session, image, clock, |progress| bar.show(progress));
     handle.close();
