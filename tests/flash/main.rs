@@ -105,8 +105,11 @@ impl Bench {
         if !more.contains(&"--allow-unsigned") {
             args.extend(["--key".into(), key]);
         }
-        if !more.contains(&"--timeout") {
-            args.extend(["--timeout".into(), "60".into()]);
+        // Long enough that a machine that stands still for a while changes nothing; a script that is about time says so.
+        for (option, value) in [("--timeout", "600"), ("--patience-polls", "30000")] {
+            if !more.contains(&option) {
+                args.extend([option.into(), value.into()]);
+            }
         }
         args
     }

@@ -176,7 +176,7 @@ impl SimulatedCard {
 
     /// Wait until something has happened to the card.
     pub(crate) fn wait(&self, what: &str, is_there: impl Fn(&Seen) -> bool) {
-        let limit = Duration::from_secs(60);
+        let limit = Duration::from_secs(600);
         let state = self.shared.lock();
         let waited = self.shared.changed.wait_timeout_while(state, limit, |state| !is_there(&state.seen));
         let (state, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
@@ -322,6 +322,13 @@ impl State {
             line("SECURE_NIC_MODE", format!("{} (0:no, 1:yes)", u32::from(is_secure)));
         }
         line("FORCE_CMD", "0 (1: send Force command)".into());
+        if self.seen.display_level == 1 {
+            line("BOOT_RESET_SKIP", "0 (1: skip)".into());
+            line("PEER_MAC", "00:1a:ca:ff:ff:01 (rw)".into());
+            line("PXE_ID", "0x00000000 (rw)".into());
+            line("VLAN_ID", "0 0 (rw)".into());
+            line("CLEAR_ON_READ", format!("{} (0:no, 1:yes)", u32::from(self.seen.clear_on_read)));
+        }
         if self.seen.display_level == 2 {
             let rule = "-".repeat(39);
             text.push_str(&format!("{rule}\n             Log Messages\n{rule}\n"));

@@ -28,9 +28,6 @@ use sumac_firmware::rshim::{Lock, Misc, Rshim};
 use sumac_hal::time::Instant;
 use worker::Spawn;
 
-/// Readings of `misc` that fail or wait before the card counts as gone, or as not to be restored.
-const PATIENCE_POLLS: u32 = 30;
-
 /// `sumac flash`.
 #[derive(Debug, Args)]
 pub(crate) struct FlashArgs {
@@ -70,6 +67,9 @@ pub(crate) struct FlashArgs {
     /// Milliseconds between two looks at the boot log
     #[arg(long = "poll-ms", value_name = "N", default_value_t = 1000, hide = true, value_parser = clap::value_parser!(u64).range(1..))]
     poll_ms: u64,
+    /// Looks that fail before the card counts as gone, and the time of so many for putting settings back
+    #[arg(long, value_name = "N", default_value_t = 30, hide = true, value_parser = clap::value_parser!(u32).range(1..))]
+    patience_polls: u32,
 }
 
 /// What success looks like.
@@ -172,8 +172,8 @@ fn push(
     let limits = Limits {
         total: Duration::from_secs(args.timeout_s),
         poll,
-        gone_polls: PATIENCE_POLLS,
-        restore: poll * PATIENCE_POLLS,
+        gone_polls: args.patience_polls,
+        restore: poll.saturating_mul(args.patience_polls),
     };
     let until = match args.until {
         UntilName::Ready => Until::Ready,
