@@ -282,6 +282,8 @@ fn an_image_that_must_not_go_to_the_card_does_not() {
     let flash = |more: &[&str]| {
         let args = bench.flash_args(more);
         let output = bench.sumac(&args.iter().map(String::as_str).collect::<Vec<_>>());
+        let json: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        assert_eq!((&json["outcome"], &json["exit_status"]), (&"refused".into(), &2.into()), "{json}");
         (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
     let (status, stderr) = flash(&[]);

@@ -82,7 +82,7 @@ impl<S: FnMut(Role, Stdio) -> io::Result<Child>> Workers<S> {
         let mut process = spawn(Role::Misc, Stdio::piped())?;
         let orders = process.stdin.take();
         // Once it has ended, the next order fails; one that it has taken must not be waited for.
-        let misc = Worker::watch(process, sender.clone(), || vec![Event::Misc(Err(Errno::IO))])?;
+        let misc = Worker::watch(process, sender.clone(), || vec![Event::Misc(Err(Errno::PIPE))])?;
         Ok(Self { spawn, sender, events, misc, orders, boot: None, is_stopped: Arc::default() })
     }
 
@@ -156,7 +156,7 @@ impl<S: FnMut(Role, Stdio) -> io::Result<Child>> Workers<S> {
         let is_stopped = self.is_stopped.clone();
         let at_end = move || match is_stopped.load(Ordering::Relaxed) {
             true => vec![Event::Closed],
-            false => vec![Event::WriteFailed(Errno::IO), Event::Closed],
+            false => vec![Event::WriteFailed(Errno::PIPE), Event::Closed],
         };
         let spawned = image.ok_or(io::ErrorKind::NotFound.into()).and_then(|Image { file, len_bytes, sha256 }| {
             let process = (self.spawn)(Role::Boot { len_bytes, sha256 }, file.into())?;

@@ -102,6 +102,7 @@ EXIT STATUS
   0    done; every element was right
   1    the run failed, or a result was wrong
   2    bad input or usage; nothing was written
+  10+  flash failed; each way has its own, see `sumac flash --help`
   130  interrupted by Ctrl-C (128 + the number of the signal)
 
 ENVIRONMENT
@@ -109,6 +110,7 @@ ENVIRONMENT
   MASTER_ADDR       the controller's host [default: 127.0.0.1] (library, status)
   SUMAC_PORT        the controller's port [default: 7847] (library, status)
   SUMAC_JOB         the job's name: ranks of the same name meet [default: default] (library)
+  SUMAC_CARDS       where flash keeps what each card has had [default: /var/lib/sumac/cards]
   SUMAC_LOG         log filter, as in `debug` or `sumac::controller=trace`; wins over -v
 
 Results go to stdout, logs and errors to stderr. Control ports listen on loopback only, as nothing is authenticated yet.";
@@ -154,15 +156,16 @@ EXAMPLES
   sumac flash bf-bundle.bfb --allow-unsigned --until rebooting
 
 JSON
-  outcome (ready, dry-run, or the failure's name) exit_status card seen message advice written_bytes restored
-  not_restored boot_log[]
+  outcome (ready, dry-run, refused, or the failure's name) exit_status card seen message advice
+  written_bytes restored not_restored boot_log[]
 
 EXIT STATUS
   0 the card is ready   1 the run failed   2 bad usage or image, nothing was written
-  10 not-found     11 not-attached  12 nic-mode     13 secure-mode    14 drop-mode      15 busy
-  16 other-writer  17 not-draining  18 gone         19 time-limit     20 log-error      21 log-panic
-  22 log-exception 23 log-assert    24 log-critical 25 setting        26 locked         27 permission
-  28 image-changed 29 image         30 io           130 interrupted by Ctrl-C
+  10 not-found     11 not-attached  12 nic-mode       13 secure-mode  14 drop-mode
+  15 busy          16 other-writer  17 not-draining   18 gone         19 time-limit
+  20 log-error     21 log-panic     22 log-exception  23 log-assert   24 log-critical
+  25 setting       26 locked        27 permission     28 image-changed
+  29 image         30 io            128 + n interrupted by signal n, as 130 for Ctrl-C
 
 What to do in each case is printed with the failure, and in the documentation of sumac_firmware::flash.";
 

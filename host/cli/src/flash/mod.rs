@@ -15,7 +15,7 @@ use anyhow::{Context, anyhow};
 use clap::Args;
 use record::Record;
 use show::Display;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::io;
 use std::path::PathBuf;
@@ -86,6 +86,15 @@ enum UntilName {
 /// Flash.
 pub(crate) fn run(args: &FlashArgs) -> Result<(), Exit> {
     let display = Display::new(args.json);
+    let done = attempt(args, &display);
+    if let Err(Exit::Input(error)) = &done {
+        display.refused(error)?;
+    }
+    done
+}
+
+/// Flash; an error of the input has not been shown yet.
+fn attempt(args: &FlashArgs, display: &Display) -> Result<(), Exit> {
     let key = args.key.as_deref().map(read_public_key).transpose()?;
     let file = ImageFile::open(&args.image)?;
     if file.is_emmc {
@@ -116,7 +125,7 @@ pub(crate) fn run(args: &FlashArgs) -> Result<(), Exit> {
     // Where it can't be kept afterwards, nothing is begun.
     Record::probe(&args.records)?;
     let image = Image { file: file.into_file(), len_bytes: checked.report.len_bytes, sha256: checked.sha256 };
-    let outcome = push(args, workers, image, &misc, start, &display)?;
+    let outcome = push(args, workers, image, &misc, start, display)?;
     if outcome.result.is_ok() {
         remember(args, &name, &checked, terms)?;
     }
@@ -164,7 +173,7 @@ fn push(
     start: Clock,
     display: &Display,
 ) -> Result<Outcome, Exit> {
-    let mut signals = Signals::new([SIGINT, SIGTERM]).context("watch for signals").map_err(Exit::Run)?;
+    let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM]).context("watch for signals").map_err(Exit::Run)?;
     let (handle, interrupter) = (signals.handle(), workers.interrupter());
     let watching = thread::spawn(move || signals.forever().for_each(|signal| interrupter.interrupt(signal)));
     let clock = move || Instant::from_nanos(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));

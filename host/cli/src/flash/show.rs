@@ -128,6 +128,15 @@ impl Display {
         }
     }
 
+    /// Say to programs that the image or the usage is wrong; people get it as any error.
+    pub(super) fn refused(&self, error: &anyhow::Error) -> io::Result<()> {
+        if !self.json {
+            return Ok(());
+        }
+        let report = serde_json::json!({ "outcome": "refused", "exit_status": 2, "message": format!("{error:#}") });
+        writeln!(io::stdout(), "{report}")
+    }
+
     /// Begin to show progress.
     pub(super) fn bar(&self, len_bytes: u64) -> Bar {
         let target = if self.json { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
