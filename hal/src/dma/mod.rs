@@ -33,12 +33,14 @@
 
 mod capabilities;
 mod descriptor;
+mod memory;
 mod region;
 #[cfg(test)]
 mod tests;
 
 pub use capabilities::{Capabilities, DtypeSet, OpSet, Profile};
 pub use descriptor::{Address, Chain, DESCRIPTOR_WORDS, Descriptor, DescriptorError, RegionKey, Scope, Step, Tag};
+pub use memory::DmaMemory;
 pub use region::{RegionError, RegionTable, RegisterError, Span};
 
 use core::fmt;

@@ -22,6 +22,7 @@ mod consumer;
 mod doorbell;
 #[cfg(feature = "std")]
 mod owned;
+mod patience;
 mod producer;
 mod shared;
 #[cfg(test)]
@@ -31,6 +32,7 @@ pub use consumer::Consumer;
 pub use doorbell::{Doorbell, Word};
 #[cfg(feature = "std")]
 pub use owned::OwnedRing;
+pub use patience::{Patience, Pause};
 pub use producer::Producer;
 pub use shared::{CAPACITY_MAX, Indices, Line, RingError, SharedRing};
 

@@ -1,0 +1,67 @@
+//! The arithmetic of one step over bytes that the engine reaches by pointers.
+//!
+//! All of it is `reduce`'s kernels. What is added here are accumulators in a narrow type itself, as inline-reducing
+//! hardware has them: widen both operands, combine, round. One rounding of an exact widening is what such hardware
+//! does: f32 has more than twice the digits of f16 and bf16 and two more, so its own rounding is invisible (Figueroa,
+//! "When is double rounding innocuous?", 1995).
+
+use crate::op::{Dtype, ReduceOp};
+use crate::reduce::Kernel;
+
+/// Bytes of f32 accumulators that a narrow reduction works in at a time: they stay in the L1 cache.
+const BLOCK: usize = 4096;
+
+/// What a step does to each element.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Action {
+    /// `dst = src`.
+    Copy,
+    /// `dst = widen(src)`.
+    Load(Kernel),
+    /// `dst = dst op src`, where `dst` is of the kernel's accumulator type.
+    Combine(Kernel),
+    /// `dst = round(widen(dst) op widen(src))`.
+    CombineNarrow(Kernel),
+    /// `dst = round(src)`.
+    Store(Kernel),
+}
+
+impl Action {
+    /// Return how to widen `source`s.
+    pub(super) fn load(source: Dtype, accumulator: Dtype) -> Option<Self> {
+        if source == accumulator { Some(Self::Copy) } else { Kernel::new(source, ReduceOp::Sum).map(Self::Load) }
+    }
+
+    /// Return how to reduce `source`s into accumulators.
+    pub(super) fn reduce(op: ReduceOp, source: Dtype, accumulator: Dtype) -> Option<Self> {
+        let kernel = Kernel::new(source, op)?;
+        Some(if accumulator == kernel.accumulator() { Self::Combine(kernel) } else { Self::CombineNarrow(kernel) })
+    }
+
+    /// Return how to round accumulators.
+    pub(super) fn store(op: ReduceOp, output: Dtype) -> Option<Self> {
+        Kernel::new(output, op).map(Self::Store)
+    }
+
+    /// Do it to slices that hold equally many elements.
+    pub(super) fn apply(self, dst: &mut [u8], src: &[u8]) {
+        match self {
+            Self::Copy => dst.copy_from_slice(src),
+            Self::Load(kernel) => kernel.load(dst, src, false),
+            Self::Combine(kernel) => kernel.combine(dst, src, false),
+            Self::CombineNarrow(kernel) => combine_narrow(kernel, dst, src),
+            Self::Store(kernel) => kernel.store(dst, src),
+        }
+    }
+}
+
+fn combine_narrow(kernel: Kernel, dst: &mut [u8], src: &[u8]) {
+    let mut wide = [0; BLOCK];
+    let block = BLOCK / kernel.accumulator().size_bytes() * kernel.dtype().size_bytes();
+    for (dst, src) in dst.chunks_mut(block).zip(src.chunks(block)) {
+        let wide = &mut wide[..dst.len() / kernel.dtype().size_bytes() * kernel.accumulator().size_bytes()];
+        kernel.load(wide, dst, false);
+        kernel.combine(wide, src, false);
+        kernel.store(dst, wide);
+    }
+}
