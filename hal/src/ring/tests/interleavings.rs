@@ -7,10 +7,8 @@
 use super::super::{Consumer, Doorbell, Memory, Producer, Word};
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU32, Ordering, fence};
-use loom::sync::{Condvar, Mutex};
+use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
-// Counting references is not under test, and `loom`'s counter can't be dropped where a model fails.
-use std::sync::Arc;
 
 const CAPACITY: u32 = 2;
 
@@ -155,14 +153,15 @@ fn wake_up(ringers: usize, fenced: bool, look_again: bool) {
     let mut model = loom::model::Builder::new();
     // All interleavings of two threads; of three, those with at most two preemptions, which are few enough.
     model.preemption_bound = (ringers > 1).then_some(2);
+    // `loom`'s own counter of references can't be dropped where a model has failed, and is not under test.
     model.check(move || {
-        let futex = Arc::new(Futex {
+        let futex = std::sync::Arc::new(Futex {
             word: AtomicU32::new(Doorbell::<&Futex>::AWAKE),
             fenced,
             kernel: Mutex::new(()),
             sleepers: Condvar::new(),
         });
-        let news: Arc<[_]> = (0..ringers).map(|_| AtomicU32::new(0)).collect();
+        let news: std::sync::Arc<[_]> = (0..ringers).map(|_| AtomicU32::new(0)).collect();
         let ringers: Vec<_> = (0..ringers)
             .map(|ringer| {
                 let (futex, news) = (futex.clone(), news.clone());
