@@ -91,27 +91,29 @@ fn measure(ranks: usize, len_bytes: usize) {
 /// The engine, and what a device would keep for one group.
 struct Reducer {
     engine: EmuEngine,
-    free: Vec<u32>,
+    busy: [bool; SLOTS],
     steps: Vec<Step>,
 }
 
 impl Reducer {
     fn new(buffers: &[Arc<HeapMemory>]) -> Self {
-        let mut engine = EmuEngine::start(DmaConfig::new(Profile::Full, THREADS)).expect("threads");
+        let mut engine = EmuEngine::start(DmaConfig { on_start: Some(pin), ..DmaConfig::new(Profile::Full, THREADS) })
+            .expect("threads");
         let slots = Arc::new(HeapMemory::new(SLOTS * (HEADER_LEN_BYTES + CHUNK_LEN_BYTES)));
         for (index, memory) in std::iter::once(&slots).chain(buffers).enumerate() {
             engine.map(key(index), memory.clone()).expect("a free place");
         }
-        Self { engine, free: (0..SLOTS as u32).collect(), steps: Vec::new() }
+        Self { engine, busy: [false; SLOTS], steps: Vec::new() }
     }
 
     fn all_reduce(&mut self, ranks: usize, len_bytes: usize) {
         let chunks = len_bytes.div_ceil(CHUNK_LEN_BYTES);
         let (mut next, mut done) = (0, 0);
         while done < chunks {
-            while next < chunks
-                && let Some(slot) = self.free.pop()
-            {
+            // Chunk k lives in slot k % S.
+            while next < chunks && !self.busy[next % SLOTS] {
+                let slot = (next % SLOTS) as u32;
+                self.busy[next % SLOTS] = true;
                 let offset = next * CHUNK_LEN_BYTES;
                 let count = (len_bytes - offset).min(CHUNK_LEN_BYTES) / 4;
                 self.chunk(ranks, slot, offset as u64, count as u32, next as u64);
@@ -122,7 +124,7 @@ impl Reducer {
             let taken = self.engine.poll(&mut completions);
             for completion in &completions[..taken] {
                 assert_eq!(completion.status, Status::Done, "{completion:?}");
-                self.free.push(completion.tag.slot);
+                self.busy[completion.tag.slot as usize] = false;
             }
             done += taken;
         }
@@ -160,6 +162,19 @@ impl Reducer {
     }
 }
 
+/// Keep this thread on one core, as the program that this measures against does.
+fn pin(thread: usize) {
+    #[cfg(target_os = "linux")]
+    {
+        let mut cores = rustix::thread::CpuSet::new();
+        cores.set(thread);
+        // Where that core is not ours to have, the thread runs where it may.
+        let _ = rustix::thread::sched_setaffinity(None, &cores);
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = thread;
+}
+
 fn key(index: usize) -> RegionKey {
     RegionKey { index: index as u16, generation: 1 }
 }
@@ -175,6 +190,7 @@ fn bare_loop(bases: &[usize], len_bytes: usize, rounds: usize, mut turn: impl Fn
         for id in 0..THREADS {
             let barrier = &barrier;
             scope.spawn(move || {
+                pin(id);
                 let kernel = Kernel::new(Dtype::F32, ReduceOp::Sum).expect("f32 sums are supported");
                 let mut acc = vec![0; SEGMENT_LEN_BYTES];
                 for _ in 0..rounds {

@@ -4,8 +4,8 @@
 //! The arithmetic is `reduce`'s SIMD kernels; a chain is done tile by tile wherever that is the same (`run`), so that
 //! accumulators stay in the nearest caches, each source is read once and each destination written once.
 //!
-//! Chains go to the queue with the fewest of them; between equals their slot decides, so that a slot's accumulators
-//! tend to stay in one core's cache.
+//! A chain goes to the queue of its slot, unless another has much less to do: so a slot's accumulators, and the part
+//! of everybody's buffers that it serves in each operation, tend to stay in one core's caches.
 //!
 //! *Strict* mode is pickier than hardware ([`Strictness`]).
 //!
@@ -38,6 +38,9 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use strict::InFlight;
 use worker::{COMPLETION_WORDS, Shared, Sleeper, Worker};
+
+/// How many chains more than others the queue of a slot may have before others take its chains.
+const AFFINITY_CHAINS: usize = 2;
 
 /// How much the engine minds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -72,6 +75,8 @@ pub struct DmaConfig {
     pub strictness: Strictness,
     /// How long threads look for work before they sleep.
     pub patience: Patience,
+    /// What each thread calls first, with its number: to take a core for its own, where the machine's owner wants that.
+    pub on_start: Option<fn(usize)>,
 }
 
 impl DmaConfig {
@@ -90,6 +95,7 @@ impl DmaConfig {
             strictness: Strictness::Hardware,
             // Its user wants a core as well.
             patience: Patience::for_this_machine(threads + 1),
+            on_start: None,
         }
     }
 }
@@ -214,7 +220,13 @@ impl EmuEngine {
             strict,
             patience: config.patience,
         };
-        let thread = thread::Builder::new().name(format!("dma-{number}")).spawn(move || worker.run())?;
+        let on_start = config.on_start;
+        let thread = thread::Builder::new().name(format!("dma-{number}")).spawn(move || {
+            if let Some(on_start) = on_start {
+                on_start(number);
+            }
+            worker.run();
+        })?;
         let depth = config.queue_depth as usize;
         Ok(Queue {
             sleeper,
@@ -244,7 +256,7 @@ impl EmuEngine {
         self.stats
     }
 
-    /// Return the queue to submit to: of those with room, one with the fewest chains, and among those the slot's own.
+    /// Return the queue to submit to: the slot's own, unless another is much less busy or it has no room.
     fn choose(&mut self, slot: u32, steps: usize) -> Option<usize> {
         let own = slot as usize % self.queues.len();
         let depth = self.capabilities.queue_depth as usize;
@@ -252,9 +264,9 @@ impl EmuEngine {
         for turn in 0..self.queues.len() {
             let index = (own + turn) % self.queues.len();
             let queue = &mut self.queues[index];
-            let chains = queue.in_flight.len();
+            let chains = queue.in_flight.len() + if index == own { 0 } else { AFFINITY_CHAINS };
             let room = queue.submissions.room().expect("the engine's own ring") as usize;
-            if chains < depth && room >= steps && best.is_none_or(|(_, fewest)| chains < fewest) {
+            if queue.in_flight.len() < depth && room >= steps && best.is_none_or(|(_, fewest)| chains < fewest) {
                 best = Some((index, chains));
             }
         }
