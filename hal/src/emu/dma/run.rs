@@ -178,16 +178,19 @@ impl<'a> Runner<'a> {
 
 /// Note a span of a group. False if it overlaps another in a way that ties different elements together.
 fn note(spans: &mut Vec<(Span, bool)>, span: Span, written: bool) -> bool {
-    for (other, other_written) in spans.iter_mut() {
+    let mut known = None;
+    for (index, (other, other_written)) in spans.iter().enumerate() {
         if *other == span {
-            *other_written |= written;
-            return true;
-        }
-        if (written || *other_written) && other.overlaps(&span) {
+            known = Some(index);
+        } else if (written || *other_written) && other.overlaps(&span) {
+            // Also for a span that is known: so far it may only have been read, beside others.
             return false;
         }
     }
-    spans.push((span, written));
+    match known {
+        Some(index) => spans[index].1 |= written,
+        None => spans.push((span, written)),
+    }
     true
 }
 
