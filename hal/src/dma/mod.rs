@@ -173,3 +173,15 @@ pub trait WaitEngine: Engine {
     /// Sleep until a completion is there or `timeout` has passed; true if one is there.
     fn wait(&mut self, timeout: Option<Duration>) -> bool;
 }
+
+/// A device's own memory: the engine reaches it under keys like any other, and the device's processor works on it
+/// between two chains. This is how a [`Profile::CopyOnly`] engine reduces: it copies contributions into this memory,
+/// the runtime's kernels combine them there, and it copies the result out.
+pub trait LocalMemory {
+    /// Let `work` write to `dst` and read `src`.
+    ///
+    /// # Errors
+    /// [`Status::BadRegion`] if either is not the device's own, [`Status::OutOfBounds`], and [`Status::Overlap`] if
+    /// they overlap, or a chain in flight writes one of them or reads `dst`. Then `work` was not called.
+    fn with_local<R>(&mut self, dst: Span, src: Span, work: impl FnOnce(&mut [u8], &[u8]) -> R) -> Result<R, Status>;
+}

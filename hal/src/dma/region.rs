@@ -20,7 +20,7 @@ pub struct RegionTable<const N: usize> {
     per_owner_max: usize,
 }
 
-/// Bytes that a reference has been found to cover, in memory that stays until [`RegionTable::release`].
+/// Consecutive bytes of registered memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
     /// The address.
@@ -154,7 +154,7 @@ impl<const N: usize> RegionTable<N> {
         draining
     }
 
-    /// Check a reference of `owner` to `len_bytes` bytes, and keep the region until the use is released.
+    /// Check a reference of `owner` to `len_bytes` bytes, and keep the region until [`RegionTable::release`].
     ///
     /// # Errors
     /// [`RegionError`], and then nothing is kept.

@@ -25,13 +25,14 @@ pub use heap::HeapMemory;
 pub use map::MapError;
 
 use crate::dma::{
-    Capabilities, Chain, Completion, DESCRIPTOR_WORDS, Descriptor, DmaMemory, Engine, Profile, RegionKey, Scope,
-    Status, SubmitError, WaitEngine,
+    Address, Capabilities, Chain, Completion, DESCRIPTOR_WORDS, Descriptor, DmaMemory, Engine, LocalMemory, Profile,
+    RegionKey, Scope, Span, Status, SubmitError, WaitEngine,
 };
 use crate::ring::{Consumer, OwnedRing, Patience, Producer};
 use map::Map;
 use std::collections::VecDeque;
 use std::io;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 use std::thread::{self, JoinHandle};
@@ -63,7 +64,7 @@ pub struct DmaConfig {
     pub profile: Profile,
     /// How many threads work, each with a queue; 1 to [`DmaConfig::THREADS_MAX`].
     pub threads: usize,
-    /// Descriptors that each queue holds: a power of two, at most [`crate::ring::CAPACITY_MAX`].
+    /// Steps that each queue has in flight, until they are polled: a power of two, at most [`crate::ring::CAPACITY_MAX`].
     pub queue_depth: u32,
     /// The most steps of a chain, at most `queue_depth`.
     pub max_steps: u32,
@@ -147,6 +148,8 @@ pub struct EmuEngine {
     capabilities: Capabilities,
     strictness: Strictness,
     patience: Patience,
+    /// The device's own memory.
+    local: Vec<(RegionKey, Arc<HeapMemory>)>,
     /// Descriptors of the chain that is being submitted.
     staged: Vec<[u64; DESCRIPTOR_WORDS]>,
     /// Chains that strict mode has not let through.
@@ -193,6 +196,7 @@ impl EmuEngine {
             capabilities,
             strictness: config.strictness,
             patience: config.patience,
+            local: Vec::new(),
             staged: Vec::with_capacity(config.max_steps as usize),
             refused: VecDeque::with_capacity(depth),
             stats: DmaStats::default(),
@@ -232,7 +236,7 @@ impl EmuEngine {
             sleeper,
             submissions: Producer::new(submissions),
             completions: Consumer::new(completions),
-            in_flight: InFlight::new(strict, depth, depth),
+            in_flight: InFlight::new(depth),
             thread: Some(thread),
         })
     }
@@ -248,7 +252,35 @@ impl EmuEngine {
     /// Take a region away. When this returns true, the engine does not touch it any more; descriptors that name it
     /// fail as [`Status::StaleRegion`]. False if it was not mapped.
     pub fn unmap(&mut self, key: RegionKey) -> bool {
+        self.local.retain(|(local, _)| *local != key);
         self.shared.map.unmap(key)
+    }
+
+    /// Let the engine reach memory of the device's own under a key, which its processor can work on as well
+    /// ([`LocalMemory`]). The generation must be later than any before at that index.
+    ///
+    /// # Errors
+    /// [`MapError`].
+    pub fn map_local(&mut self, key: RegionKey, len_bytes: usize) -> Result<(), MapError> {
+        let memory = Arc::new(HeapMemory::new(len_bytes));
+        self.shared.map.map(key, memory.clone())?;
+        self.local.push((key, memory));
+        Ok(())
+    }
+
+    /// Return where bytes of local memory are, if no chain in flight gets in the way.
+    fn local(&self, address: Address, len_bytes: u64, written: bool) -> Result<NonNull<u8>, Status> {
+        let found = self.local.iter().find(|(key, _)| *key == address.region);
+        let (_, memory) = found.ok_or(Status::BadRegion)?;
+        let end = address.offset_bytes.checked_add(len_bytes).ok_or(Status::OutOfBounds)?;
+        if end > memory.len_bytes() as u64 {
+            return Err(Status::OutOfBounds);
+        }
+        if self.queues.iter().any(|queue| queue.in_flight.touches(address, len_bytes, written)) {
+            return Err(Status::Overlap);
+        }
+        // SAFETY: the offset is within the memory.
+        Ok(unsafe { memory.base().add(address.offset_bytes as usize) })
     }
 
     /// Return what the engine has done.
@@ -257,16 +289,17 @@ impl EmuEngine {
     }
 
     /// Return the queue to submit to: the slot's own, unless another is much less busy or it has no room.
-    fn choose(&mut self, slot: u32, steps: usize) -> Option<usize> {
+    fn choose(&self, slot: u32, steps: usize) -> Option<usize> {
         let own = slot as usize % self.queues.len();
         let depth = self.capabilities.queue_depth as usize;
         let mut best: Option<(usize, usize)> = None;
         for turn in 0..self.queues.len() {
             let index = (own + turn) % self.queues.len();
-            let queue = &mut self.queues[index];
+            let queue = &self.queues[index];
             let chains = queue.in_flight.len() + if index == own { 0 } else { AFFINITY_CHAINS };
-            let room = queue.submissions.room().expect("the engine's own ring") as usize;
-            if queue.in_flight.len() < depth && room >= steps && best.is_none_or(|(_, fewest)| chains < fewest) {
+            // Everything in flight fits the rings, so they have room, and so has what is kept of it.
+            let room = queue.in_flight.steps() + steps <= depth;
+            if room && best.is_none_or(|(_, fewest)| chains < fewest) {
                 best = Some((index, chains));
             }
         }
@@ -338,7 +371,8 @@ impl Engine for EmuEngine {
             return Err(SubmitError::Stopped);
         }
         queue.in_flight.push(chain.tag, chain.steps);
-        queue.submissions.push_batch(&self.staged).expect("the engine's own ring");
+        let pushed = queue.submissions.push_batch(&self.staged).expect("the engine's own ring");
+        assert_eq!(pushed, steps, "the ring holds all that is in flight");
         queue.sleeper.ring();
         self.stats.chains += 1;
         self.stats.steps += steps as u64;
@@ -381,6 +415,27 @@ impl WaitEngine for EmuEngine {
                         || queue.in_flight.len() > 0 && queue.dead()
                 })
         })
+    }
+}
+
+impl LocalMemory for EmuEngine {
+    fn with_local<R>(&mut self, dst: Span, src: Span, work: impl FnOnce(&mut [u8], &[u8]) -> R) -> Result<R, Status> {
+        let to = self.local(dst.address, dst.len_bytes, true)?;
+        let from = self.local(src.address, src.len_bytes, false)?;
+        let (to_end, from_end) = (to.addr().get() + dst.len_bytes as usize, from.addr().get() + src.len_bytes as usize);
+        if to.addr().get() < from_end && from.addr().get() < to_end {
+            return Err(Status::Overlap);
+        }
+        // SAFETY: both lie in memory that is the engine's own and stays while it is mapped. No chain in flight touches
+        // them in a way that conflicts, none can be submitted while `work` runs, because that takes `self`, and nobody
+        // else ever gets a reference to this memory. The two are disjoint.
+        let (to, from) = unsafe {
+            (
+                NonNull::slice_from_raw_parts(to, dst.len_bytes as usize).as_mut(),
+                NonNull::slice_from_raw_parts(from, src.len_bytes as usize).as_ref(),
+            )
+        };
+        Ok(work(to, from))
     }
 }
 

@@ -1,7 +1,7 @@
-//! Pickier than hardware: what is in flight, and whether a new chain gets in its way.
+//! What is in flight, and whether a new chain, or the device's processor, gets in its way.
 //!
 //! Two chains in flight may run at the same time. If one writes what the other reads or writes, the result depends on
-//! which comes first; hardware lets that pass, and the bug shows once in a thousand runs. Here it shows always.
+//! which comes first; hardware lets that pass, and the bug shows once in a thousand runs. Strict mode shows it always.
 //! References are compared as they are named: memory that is registered twice is not seen to be the same.
 
 use crate::dma::{Address, Step, Tag};
@@ -31,42 +31,60 @@ impl Touch {
     }
 }
 
-/// The chains of one queue, oldest first, and in strict mode what they touch.
+/// The chains of one queue, oldest first, and what they touch.
 pub(super) struct InFlight {
-    strict: bool,
     chains: VecDeque<(Tag, usize)>,
     touches: VecDeque<Touch>,
+    steps: usize,
 }
 
 impl InFlight {
-    /// Make room for `chains` chains of `steps` steps together.
-    pub(super) fn new(strict: bool, chains: usize, steps: usize) -> Self {
-        let touches = if strict { 2 * (chains + steps) } else { 0 };
-        Self { strict, chains: VecDeque::with_capacity(chains), touches: VecDeque::with_capacity(touches) }
+    /// Make room for chains of `steps` steps together.
+    pub(super) fn new(steps: usize) -> Self {
+        Self { chains: VecDeque::with_capacity(steps), touches: VecDeque::with_capacity(2 * steps), steps: 0 }
     }
 
+    /// Return the number of chains.
     pub(super) fn len(&self) -> usize {
         self.chains.len()
     }
 
+    /// Return the number of steps.
+    pub(super) fn steps(&self) -> usize {
+        self.steps
+    }
+
     pub(super) fn push(&mut self, tag: Tag, steps: &[Step]) {
-        let before = self.touches.len();
-        if self.strict {
-            self.touches.extend(steps.iter().flat_map(Touch::of));
-        }
-        self.chains.push_back((tag, self.touches.len() - before));
+        self.steps += steps.len();
+        self.touches.extend(steps.iter().flat_map(Touch::of));
+        self.chains.push_back((tag, steps.len()));
     }
 
     /// Forget the oldest chain.
     pub(super) fn pop(&mut self) -> Option<Tag> {
-        let (tag, touches) = self.chains.pop_front()?;
-        self.touches.drain(..touches);
+        let (tag, steps) = self.chains.pop_front()?;
+        self.steps -= steps;
+        for _ in 0..steps {
+            // A step touches its destination, and all but publications a source, which comes behind.
+            self.touches.pop_front();
+            if self.touches.front().is_some_and(|touch| !touch.written) {
+                self.touches.pop_front();
+            }
+        }
         Some(tag)
     }
 
     /// Return the first step that touches what a chain here writes, or writes what one here touches.
     pub(super) fn conflict(&self, steps: &[Step]) -> Option<usize> {
-        let conflicts = |touch: Touch| self.touches.iter().any(|other| touch.conflicts(other));
-        steps.iter().position(|step| Touch::of(step).any(conflicts))
+        steps.iter().position(|step| Touch::of(step).any(|touch| self.conflicts(touch)))
+    }
+
+    /// Tell whether reading or writing some bytes would get in the way.
+    pub(super) fn touches(&self, address: Address, len_bytes: u64, written: bool) -> bool {
+        self.conflicts(Touch { address, len_bytes, written })
+    }
+
+    fn conflicts(&self, touch: Touch) -> bool {
+        self.touches.iter().any(|other| touch.conflicts(other))
     }
 }

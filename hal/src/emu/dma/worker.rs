@@ -166,14 +166,15 @@ pub(super) fn from_words(words: [u64; COMPLETION_WORDS]) -> Completion {
 /// Round to nearest even and keep subnormals, whatever the thread that started this one has set: results must not
 /// depend on it (PROTOCOL 9).
 fn default_float_environment() {
-    #[cfg(target_arch = "x86_64")]
+    // Miri knows no assembly, and has no other environment.
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
     {
         const MXCSR_DEFAULT: u32 = 0x1f80;
         let mxcsr = MXCSR_DEFAULT;
         // SAFETY: loads the value that the language assumes anyway (x86-64 psABI, 3.2.1).
         unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const mxcsr, options(nostack, readonly)) };
     }
-    #[cfg(target_arch = "aarch64")]
+    #[cfg(all(target_arch = "aarch64", not(miri)))]
     {
         // SAFETY: sets the value that the language assumes anyway (AAPCS64, 6.1.2).
         unsafe { std::arch::asm!("msr fpcr, xzr", options(nomem, nostack)) };

@@ -4,7 +4,9 @@ mod life;
 mod refuse;
 
 use super::{DmaConfig, EmuEngine, HeapMemory, Strictness};
-use crate::dma::{Address, Chain, Completion, Engine, Profile, RegionKey, Scope, Status, Step, Tag, WaitEngine};
+use crate::dma::{
+    Address, Chain, Completion, Engine, LocalMemory, Profile, RegionKey, Scope, Span, Status, Step, Tag, WaitEngine,
+};
 use crate::op::{Dtype, ReduceOp};
 use crate::reduce::Kernel;
 use crate::ring::Patience;
@@ -300,4 +302,79 @@ fn accumulator_types_are_what_the_descriptor_says() {
     assert_eq!(sum(Profile::Full, Dtype::F32), (Status::Done, bf16(258.0).to_vec()));
     assert_eq!(sum(Profile::InlineReduce, Dtype::F32).0, Status::Unsupported);
     assert_eq!(sum(Profile::CopyOnly, Dtype::Bf16).0, Status::Unsupported);
+}
+
+/// The same reduction in every profile, as a device does it with each: in flight and wide, in flight and narrow, or by
+/// copies around the runtime's own kernels. The values are small integers, so that all give the same sum.
+#[test]
+fn every_profile_reduces_and_copy_only_ones_by_the_runtimes_kernels() {
+    const RANKS: u16 = 3;
+    const COUNT: u32 = 100;
+    let (op, f32, len_bytes) = (ReduceOp::Sum, Dtype::F32, COUNT * 4);
+    let span = |address| Span { address, len_bytes: len_bytes.into() };
+    for profile in Profile::ALL {
+        let (mut engine, memories) = engine(config(profile, 1), &[400; RANKS as usize]);
+        let own = RegionKey { index: 7, generation: 1 };
+        engine.map_local(own, 2 * 400).expect("a free place");
+        let (slot, staging) = (Address { region: own, offset_bytes: 0 }, Address { region: own, offset_bytes: 400 });
+        for (rank, memory) in memories.iter().enumerate() {
+            let input: Vec<u8> =
+                (0..COUNT).flat_map(|index| ((index * (rank as u32 + 1)) as f32).to_le_bytes()).collect();
+            memory.write(0, &input);
+        }
+        let copy = |src, dst| Step::Copy { src, dst, len_bytes };
+        let reduce =
+            |rank| Step::Reduce { op, source: f32, accumulator: f32, src: at(rank, 0), dst: slot, count: COUNT };
+        let out = |rank| copy(slot, at(rank, 0));
+        let kernel = Kernel::new(f32, op).expect("supported");
+        let steps: Vec<Step> = match profile {
+            Profile::CopyOnly => {
+                for rank in 0..RANKS {
+                    let pull = [copy(at(rank, 0), staging)];
+                    assert_eq!(run(&mut engine, rank.into(), &pull).status, Status::Done);
+                    let combined = engine.with_local(span(slot), span(staging), |acc, src| match rank {
+                        0 => kernel.load(acc, src, false),
+                        _ => kernel.combine(acc, src, false),
+                    });
+                    assert_eq!(combined, Ok(()));
+                }
+                (0..RANKS).map(out).collect()
+            }
+            Profile::InlineReduce => {
+                let first = copy(at(0, 0), slot);
+                std::iter::once(first).chain((1..RANKS).map(reduce)).chain((0..RANKS).map(out)).collect()
+            }
+            Profile::Full => {
+                let first = Step::Load { source: f32, accumulator: f32, src: at(0, 0), dst: slot, count: COUNT };
+                std::iter::once(first).chain((1..RANKS).map(reduce)).chain((0..RANKS).map(out)).collect()
+            }
+        };
+        assert_eq!(run(&mut engine, 9, &steps).status, Status::Done, "{profile}");
+        let sum: Vec<u8> = (0..COUNT).flat_map(|index| ((index * 6) as f32).to_le_bytes()).collect();
+        assert!(memories.iter().all(|memory| bytes_of(memory, 0, 400) == sum), "{profile}");
+    }
+}
+
+#[test]
+fn local_memory_is_lent_only_while_no_chain_needs_it() {
+    let (mut engine, _memories) = engine(config(Profile::CopyOnly, 1), &[64]);
+    let own = RegionKey { index: 7, generation: 1 };
+    engine.map_local(own, 64).expect("a free place");
+    let span = |region, offset_bytes, len_bytes| Span { address: Address { region, offset_bytes }, len_bytes };
+    let lend = |engine: &mut EmuEngine, dst, src| engine.with_local(dst, src, |_, _| ());
+    let (low, high) = (span(own, 0, 32), span(own, 32, 32));
+    assert_eq!(lend(&mut engine, low, high), Ok(()));
+    assert_eq!(lend(&mut engine, low, span(own, 31, 4)), Err(Status::Overlap));
+    assert_eq!(lend(&mut engine, low, span(own, 60, 5)), Err(Status::OutOfBounds));
+    assert_eq!(lend(&mut engine, span(key(0), 0, 8), high), Err(Status::BadRegion), "a rank's memory is not lent");
+    // In flight until it is polled: it reads the low half and writes to a rank.
+    let steps = [Step::Copy { src: low.address, dst: at(0, 0), len_bytes: 32 }];
+    engine.submit(Chain { tag: tag(1), scope: Scope(0), steps: &steps }).expect("room");
+    assert_eq!(lend(&mut engine, low, high), Err(Status::Overlap));
+    assert_eq!(lend(&mut engine, high, low), Ok(()), "both only read the low half");
+    assert!(engine.wait(None));
+    assert_eq!(engine.poll(&mut [NOTHING]), 1);
+    assert_eq!(lend(&mut engine, low, high), Ok(()));
+    assert!(engine.unmap(own));
+    assert_eq!(lend(&mut engine, low, high), Err(Status::BadRegion));
 }
