@@ -243,14 +243,26 @@ impl Uplink {
         Probe { from, count: count as u16, held, token: self.probe_count }
     }
 
+    /// Wait once more for an answer; after a probe without one for a time drawn from the upper half of what the
+    /// back-off says ("equal jitter"), because children that lost their packets in one burst and then ask again all
+    /// at once lose them again.
     fn arm(&mut self, now: Instant) {
         let wait = self.rtt.timeout(self.backoff, self.timers.probe_min, self.timers.probe_max);
-        self.probe_at = Some(now + wait);
+        let sooner =
+            if self.backoff == 0 { Duration::ZERO } else { wait / 2 * (spread(self.probe_count) >> 16) / 65536 };
+        self.probe_at = Some(now + (wait - sooner));
     }
 
     fn bit(&self, local: u64) -> bool {
         self.answered[word(local)] & (1 << (local % 64)) != 0
     }
+}
+
+/// Spread neighbouring numbers evenly over 32 bits: the finaliser of MurmurHash3 (Appleby, public domain).
+const fn spread(number: u32) -> u32 {
+    let number = (number ^ (number >> 16)).wrapping_mul(0x85eb_ca6b);
+    let number = (number ^ (number >> 13)).wrapping_mul(0xc2b2_ae35);
+    number ^ (number >> 16)
 }
 
 const fn word(local: u64) -> usize {
@@ -323,7 +335,33 @@ mod tests {
             assert!(up.poll_probe(due).is_some());
             last = due;
         }
-        assert!(gaps.windows(2).all(|pair| pair[1] >= pair[0]) && gaps[5] == TIMERS.probe_max, "{gaps:?}");
+        // Each from the upper half of twice the one before, so none is shorter; the last from that of the limit.
+        let longest = |i: u32| (TIMERS.probe_min * 4 * (1 << i)).min(TIMERS.probe_max);
+        for (i, &gap) in gaps.iter().enumerate() {
+            let limit = longest(i as u32);
+            assert!(gap <= limit && gap >= limit / 2, "{gaps:?}");
+        }
+        assert_eq!(gaps[0], longest(0), "the first says what the round trip is");
+    }
+
+    /// 256 children whose first packets were lost together do not go on together.
+    #[test]
+    fn children_back_off_apart() {
+        let mut due: Vec<Instant> = (0..256_u32)
+            .map(|child| {
+                let mut up = Uplink::new(TIMERS, child);
+                up.on_sent(0, at(0));
+                for _ in 0..3 {
+                    let at = up.timeout().expect("armed");
+                    assert!(up.poll_probe(at).is_some());
+                }
+                up.timeout().expect("armed")
+            })
+            .collect();
+        due.sort();
+        // Twice a uniform share of the time that they are spread over.
+        let crowd = due.windows(16).filter(|some| some[15] - some[0] < TIMERS.probe_max / 256).count();
+        assert!(crowd == 0, "{crowd} times 16 of them within {:?}", TIMERS.probe_max / 256);
     }
 
     proptest! {

@@ -6,8 +6,9 @@ use super::{Live, Node, Outgoing};
 use crate::group::Parent;
 use crate::slot::State;
 use sumac_hal::port::Addr;
+use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, Repr, pack_op, payload_crc};
+use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, Repr, payload_crc};
 
 /// What a group may send in its turn before the next one's, in bytes.
 const QUANTUM_BYTES: usize = 64 * 1024;
@@ -112,10 +113,7 @@ impl Live<'_> {
             repr.reason = Some(failure.reason);
             super::put_ops(&mut repr, failure.ops.or(Some((slot.op, slot.op))));
         } else {
-            repr.collective = Some(slot.op.collective);
-            repr.dtype = slot.op.dtype;
-            repr.op = slot.op.op;
-            repr.bits = slot.op.count;
+            repr.set_op(&slot.op);
             if slot.value_len > 0 {
                 repr.kind = Kind::Data;
                 repr.flags |= Flags::PARTIAL;
@@ -124,10 +122,58 @@ impl Live<'_> {
         repr.signature = slot.signature;
         repr.attempt = slot.attempt;
         repr.flags.set(Flags::WANT, !slot.want.is_empty());
+        if repr.kind == Kind::Empty {
+            repr.count = self.run_up(index);
+        }
         let Some(Parent { addr, hop, .. }) = &mut self.group.parent else { return None };
-        hop.on_sent(slot.local, now);
+        (0..u64::from(repr.count)).for_each(|next| hop.on_sent(slot.local + next, now));
         let to = *addr;
         Some(self.with_value(to, repr, index))
+    }
+
+    /// Let the Empty of slot `index` cover the next chunks' too, as far as they are Empty of the same operation, are
+    /// to be sent now, and belong to the same run of the shard (PROTOCOL 1). Returns how many it covers.
+    fn run_up(&mut self, index: usize) -> u16 {
+        let first = self.slots[index];
+        let mut count = 1;
+        while !(first.local + count).is_multiple_of(RUN) {
+            let next = self.slot_index(first.local + count);
+            let slot = &self.slots[next];
+            let alike = slot.holds(first.local + count)
+                && slot.state == State::Up
+                && slot.value_len == 0
+                && slot.signature == first.signature
+                && slot.want.is_empty() == first.want.is_empty();
+            if !(alike && self.group.up.contains(next)) {
+                break;
+            }
+            self.group.up.remove(next);
+            count += 1;
+        }
+        count as u16
+    }
+
+    /// Let the Done of slot `index` to `child` cover the next chunks' too, under the same conditions.
+    fn run_down(&mut self, index: usize, child: usize) -> u16 {
+        let first = self.slots[index];
+        let mut count = 1;
+        while !(first.local + count).is_multiple_of(RUN) {
+            let next = self.slot_index(first.local + count);
+            let slot = &mut self.slots[next];
+            let alike = slot.holds(first.local + count)
+                && slot.state == State::Answered
+                && slot.signature == first.signature
+                && !slot.has_result_for(child);
+            if !(alike && slot.pending.contains(child)) {
+                break;
+            }
+            slot.pending.remove(child);
+            if slot.pending.is_empty() {
+                self.group.down.remove(next);
+            }
+            count += 1;
+        }
+        count as u16
     }
 
     fn transmit_down(&mut self, index: usize, child: usize) -> Option<Outgoing> {
@@ -141,18 +187,11 @@ impl Live<'_> {
             self.common.counters.naks += 1;
             return Some(bare(to, &nak));
         }
-        let with_result = slot.value_len > 0 && slot.want.contains(child);
-        let kind = if with_result { Kind::Result } else { Kind::Done };
-        let repr = Repr {
-            collective: Some(slot.op.collective),
-            dtype: slot.op.dtype,
-            op: slot.op.op,
-            signature: slot.signature,
-            attempt: slot.attempt,
-            bits: slot.op.count,
-            bits2: pack_op(&slot.op),
-            ..self.down_header(kind, child, seq, token)
-        };
+        let kind = if slot.has_result_for(child) { Kind::Result } else { Kind::Done };
+        let (op, signature, attempt) = (slot.op, slot.signature, slot.attempt);
+        let count = if kind == Kind::Done { self.run_down(index, child) } else { 1 };
+        let mut repr = Repr { signature, attempt, count, ..self.down_header(kind, child, seq, token) };
+        repr.set_op(&op);
         Some(self.with_value(to, repr, index))
     }
 

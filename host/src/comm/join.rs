@@ -1,7 +1,7 @@
 //! How a rank becomes a member.
 
 use super::core::Core;
-use crate::choice::{Algo, Situation};
+use crate::choice::{Algo, Declared, Situation};
 use crate::coll::Place;
 use crate::controller::proto::{JoinRequest, TreeMembership};
 use crate::controller::{ClientError, Session};
@@ -155,14 +155,17 @@ pub(super) fn join(config: JoinConfig) -> Result<Core, JoinError> {
         ranks: world,
         order: config.order,
         tree: membership.tree.as_ref().map(|tree| tree.facts).map_err(Clone::clone),
+        declared: Declared::new(membership.expression, world, config.order)
+            .map_err(|error| JoinError::Membership(error.to_string()))?,
         table: membership.table,
     };
+    let table_version = situation.table.version;
     let tree = match membership.tree {
         Ok(tree) => {
             if tree.parents.is_empty() || tree.window_max == 0 {
                 return Err(JoinError::Membership(format!("a tree with leaf {:?} but no way to it", tree.leaf)));
             }
-            Some(TreeDriver::new(Endpoint::new(endpoint_config(&tree, membership.table.version)), port))
+            Some(TreeDriver::new(Endpoint::new(endpoint_config(&tree, rank, world, table_version)), port))
         }
         Err(why) => {
             if world > 1 {
@@ -174,13 +177,15 @@ pub(super) fn join(config: JoinConfig) -> Result<Core, JoinError> {
     Ok(Core::new(config, situation, tree, mesh, session, lost))
 }
 
-fn endpoint_config(tree: &TreeMembership, table_version: u32) -> EndpointConfig {
+fn endpoint_config(tree: &TreeMembership, rank: Rank, ranks: u32, table_version: u32) -> EndpointConfig {
     let mut salt = [0; 4];
     // Tells lives apart; without randomness the key, which differs by group, still does.
     let _ = rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty());
     EndpointConfig {
         group: tree.group,
         epoch: tree.epoch,
+        rank,
+        ranks,
         child: tree.child,
         key: tree.key,
         parents: tree.parents.clone(),

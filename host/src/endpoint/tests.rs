@@ -1,5 +1,7 @@
 //! Tests of one endpoint, packet by packet, against a leaf node that the tests play themselves.
 
+mod sets;
+
 use super::*;
 use std::time::Duration;
 use sumac_hal::op::{Dtype, ReduceOp};
@@ -35,6 +37,8 @@ fn config(window: u16, shards: u32) -> EndpointConfig {
     EndpointConfig {
         group: GroupId(3),
         epoch: EPOCH,
+        rank: Rank(1),
+        ranks: 4,
         child: ChildIndex(1),
         key: KEY,
         parents: (0..shards).map(|shard| Addr::Emu(50 + shard)).collect(),
@@ -103,13 +107,19 @@ impl Rig {
         self.endpoint.handle(from, &bytes, &mut self.memory, self.now);
     }
 
-    fn result_header(seq: u64, desc: OpDesc) -> Repr {
-        Repr { signature: desc.signature(Path::Tree, 1), ..Self::down(Kind::Result, seq) }
+    /// The header of the result of `seq`, which belongs to an operation that begins at `first`.
+    fn result_header(seq: u64, desc: OpDesc, first: u64) -> Repr {
+        Repr { signature: desc.tree_signature(Path::Tree, 1, ChunkNo(first)), ..Self::down(Kind::Result, seq) }
     }
 
-    /// The result of `seq` arrives: `elements` times `value`.
+    /// The result of `seq` of the first operation arrives: `elements` times `value`.
     fn result(&mut self, seq: u64, desc: OpDesc, elements: usize, value: f32) {
-        self.put(NODE, Self::result_header(seq, desc), &value.to_le_bytes().repeat(elements));
+        self.result_from(seq, desc, 0, elements, value);
+    }
+
+    /// The result of `seq` of an operation that begins at `first` arrives.
+    fn result_from(&mut self, seq: u64, desc: OpDesc, first: u64, elements: usize, value: f32) {
+        self.put(NODE, Self::result_header(seq, desc, first), &value.to_le_bytes().repeat(elements));
     }
 
     fn nak(&mut self, reason: NakReason, seq: u64, token: u32) {
@@ -158,7 +168,7 @@ fn the_node_grants_less_and_never_more_than_the_group_allows() {
     rig.post(100 * CHUNK, 1.0);
     assert_eq!(rig.sent().len(), 4);
     let grant = |rig: &mut Rig, seq: u64, window: u16| {
-        rig.put(NODE, Repr { window, ..Rig::result_header(seq, desc) }, &[0; 64]);
+        rig.put(NODE, Repr { window, ..Rig::result_header(seq, desc, 0) }, &[0; 64]);
         rig.sent().len()
     };
     assert_eq!(grant(&mut rig, 0, 2), 0);
@@ -194,7 +204,7 @@ fn what_does_not_fit_is_dropped() {
     let desc = sum(CHUNK);
     rig.post(CHUNK, 1.0);
     rig.post(CHUNK, 1.0);
-    let header = Rig::result_header(0, desc);
+    let header = Rig::result_header(0, desc, 0);
     rig.put(NODE, header, &[7; 64]);
     assert_eq!(rig.dropped(), 1, "an answer to what was not sent");
     rig.drain();
@@ -204,7 +214,8 @@ fn what_does_not_fit_is_dropped() {
         Repr { epoch: Epoch { term: 2, counter: 6 }, ..header },
         Repr { child: ChildIndex(0), ..header },
         Repr { key: KEY + 1, ..header },
-        Repr { signature: sum(CHUNK + 1).signature(Path::Tree, 1), ..header },
+        Repr { signature: sum(CHUNK + 1).tree_signature(Path::Tree, 1, ChunkNo(0)), ..header },
+        Repr { signature: desc.tree_signature(Path::Tree, 1, ChunkNo(1)), ..header },
         Repr { seq: ChunkNo(2), ..header },
         Repr { seq: ChunkNo(u64::MAX), ..header },
         Repr { kind: Kind::Done, ..header },
@@ -226,16 +237,14 @@ fn what_does_not_fit_is_dropped() {
 }
 
 #[test]
-fn operations_complete_in_order_and_those_without_elements_at_once() {
+fn operations_complete_in_order_and_those_without_elements_are_one_empty() {
     let mut rig = Rig::new(8, 1);
-    let empty = rig.post(0, 0.0);
-    assert_eq!(rig.endpoint.poll_event(), Some(Event::Completed(empty)));
-    assert_eq!(rig.sent(), [], "it uses no chunk");
     let first = rig.post(CHUNK, 1.0);
     let between = rig.post(0, 0.0);
     let last = rig.post(CHUNK, 1.0);
-    assert_eq!(rig.sent().len(), 2);
-    rig.result(1, sum(CHUNK), 16, 2.0);
+    assert_eq!(rig.sent(), [(Kind::Data, 0), (Kind::Empty, 1), (Kind::Data, 2)]);
+    rig.result_from(2, sum(CHUNK), 2, 16, 2.0);
+    rig.put(NODE, Repr { kind: Kind::Done, ..Rig::result_header(1, sum(0), 1) }, &[]);
     assert_eq!(rig.endpoint.poll_event(), None, "not before the first");
     rig.result(0, sum(CHUNK), 16, 2.0);
     let events: Vec<Event> = std::iter::from_fn(|| rig.endpoint.poll_event()).collect();
@@ -249,7 +258,7 @@ fn a_barrier_is_one_empty_and_one_done() {
     let id = rig.endpoint.post(OpDesc::barrier(), Path::Tree).unwrap();
     let sent = rig.drain();
     assert_eq!(sent.iter().map(|(_, repr, _)| repr.kind).collect::<Vec<_>>(), [Kind::Empty]);
-    let signature = OpDesc::barrier().signature(Path::Tree, 1);
+    let signature = OpDesc::barrier().tree_signature(Path::Tree, 1, ChunkNo(0));
     rig.put(NODE, Repr { signature, ..Rig::down(Kind::Result, 0) }, &[0; 4]);
     assert_eq!(rig.endpoint.poll_event(), None);
     rig.put(NODE, Repr { signature, ..Rig::down(Kind::Done, 0) }, &[]);
@@ -270,7 +279,7 @@ fn many_operations_and_no_more_than_the_limit() {
     let mut done = 0;
     while done < limit {
         for (_, seq) in rig.sent() {
-            rig.result(seq, sum(1), 1, seq as f32);
+            rig.result_from(seq, sum(1), seq, 1, seq as f32);
         }
         while let Some(event) = rig.endpoint.poll_event() {
             assert_eq!(event, Event::Completed(OpId(done as u64)));
@@ -411,7 +420,7 @@ fn a_mismatch_in_one_shard_waits_for_lower_chunks_in_another() {
     rig.mismatch(32, desc, sum(1));
     assert_eq!(rig.endpoint.poll_event(), None, "16 to 31 are in the other shard");
     for seq in 16..32 {
-        rig.put(Addr::Emu(51), Rig::result_header(seq, desc), &[0; 64]);
+        rig.put(Addr::Emu(51), Rig::result_header(seq, desc, 0), &[0; 64]);
     }
     let error = EndpointError::Mismatch { first: desc, other: sum(1) };
     assert_eq!(rig.endpoint.poll_event(), Some(Event::Failed(error)));
@@ -441,5 +450,6 @@ fn other_endings_have_their_own_names() {
     rig.endpoint.post(sum(1024), Path::Ring).unwrap();
     let sent = rig.drain();
     let [(_, repr, payload)] = &sent[..] else { panic!("{sent:?}") };
-    assert_eq!((repr.kind, repr.signature, payload.len()), (Kind::Empty, sum(1024).signature(Path::Ring, 1), 0));
+    let signature = sum(1024).tree_signature(Path::Ring, 1, ChunkNo(0));
+    assert_eq!((repr.kind, repr.signature, payload.len()), (Kind::Empty, signature, 0));
 }

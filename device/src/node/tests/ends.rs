@@ -132,6 +132,21 @@ fn a_mismatch_below_goes_up_and_only_the_roots_word_comes_down() {
     assert!(told.iter().chain(&late).all(|sent| ops(sent) == (Some(pair[0]), Some(pair[1]))));
 }
 
+/// The refusal of a later chunk, found first, does not take the place of an earlier one's on the way up.
+#[test]
+fn each_refusal_names_the_operations_of_the_earliest_chunk() {
+    let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
+    let later = OpDesc { count: 8, ..OTHER };
+    call(&mut rig, 0, 1, OP);
+    call(&mut rig, 1, 1, later);
+    assert_eq!(ops(&rig.drain()[0]), (Some(OP), Some(later)));
+    call(&mut rig, 0, 0, OP);
+    call(&mut rig, 1, 0, OTHER);
+    let sent = rig.drain();
+    let [up] = &sent[..] else { panic!("{sent:?}") };
+    assert_eq!((up.repr.seq, ops(up)), (ChunkNo(0), (Some(OP), Some(OTHER))));
+}
+
 #[test]
 fn a_mismatch_from_below_ends_the_group_at_the_root() {
     let mut rig = Rig::new(Setup::default());
