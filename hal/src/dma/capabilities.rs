@@ -2,6 +2,7 @@
 
 use super::{Address, Status, Step};
 use crate::op::{Dtype, ReduceOp};
+use crate::reduce::Kernel;
 use core::fmt;
 
 /// Which family of engines one is of.
@@ -106,7 +107,7 @@ pub struct Capabilities {
 }
 
 /// What the reducing engines of today have.
-const INLINE_DTYPES: DtypeSet = DtypeSet::of(&[Dtype::I32, Dtype::F16, Dtype::Bf16, Dtype::F32]);
+const INLINE_DTYPES: DtypeSet = DtypeSet::of(&[Dtype::I8, Dtype::I16, Dtype::I32, Dtype::F16, Dtype::Bf16, Dtype::F32]);
 const INLINE_OPS: OpSet = OpSet::of(&[ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max]);
 
 impl Capabilities {
@@ -134,9 +135,10 @@ impl Capabilities {
         self
     }
 
-    /// Tell whether the engine can reduce elements of `dtype` with `op`, in the accumulator type or in `dtype`.
+    /// Tell whether the engine can reduce elements of `dtype` with `op`, in the accumulator type or in `dtype`. It
+    /// takes what both it and [`Kernel`] have.
     pub const fn reduces(&self, dtype: Dtype, op: ReduceOp) -> bool {
-        self.dtypes.contains(dtype) && self.ops.contains(op)
+        self.dtypes.contains(dtype) && self.ops.contains(op) && Kernel::new(dtype, op).is_some()
     }
 
     /// Check a step as far as it can be without the regions.

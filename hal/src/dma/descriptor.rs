@@ -75,6 +75,9 @@ pub struct Tag {
 pub struct Scope(pub u8);
 
 /// One step of a chain. Lengths are of elements, except for copies.
+///
+/// Where the operator is a location, an element is a pair of the named type and an index, as for
+/// [`Kernel`](crate::reduce::Kernel). Pairs accumulate as they are, so their first contribution is copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Step {
@@ -229,9 +232,10 @@ impl Step {
     pub const fn dst_len_bytes(&self) -> u64 {
         match *self {
             Self::Copy { len_bytes, .. } => len_bytes as u64,
-            Self::Load { accumulator: dtype, count, .. }
-            | Self::Reduce { accumulator: dtype, count, .. }
-            | Self::Store { output: dtype, count, .. } => count as u64 * dtype.size_bytes() as u64,
+            Self::Load { accumulator: dtype, count, .. } => len_bytes(dtype, None, count),
+            Self::Reduce { op, accumulator: dtype, count, .. } | Self::Store { op, output: dtype, count, .. } => {
+                len_bytes(dtype, Some(op), count)
+            }
             Self::Publish { .. } => 16,
         }
     }
@@ -240,9 +244,10 @@ impl Step {
     pub const fn src_len_bytes(&self) -> u64 {
         match *self {
             Self::Copy { len_bytes, .. } => len_bytes as u64,
-            Self::Load { source: dtype, count, .. }
-            | Self::Reduce { source: dtype, count, .. }
-            | Self::Store { accumulator: dtype, count, .. } => count as u64 * dtype.size_bytes() as u64,
+            Self::Load { source: dtype, count, .. } => len_bytes(dtype, None, count),
+            Self::Reduce { op, source: dtype, count, .. } | Self::Store { op, accumulator: dtype, count, .. } => {
+                len_bytes(dtype, Some(op), count)
+            }
             Self::Publish { .. } => 0,
         }
     }
@@ -282,6 +287,12 @@ impl Step {
             Self::Publish { dst, words } => Fields { kind: PUBLISH, src: words, dst: at(dst), ..Fields::default() },
         }
     }
+}
+
+/// Return the length of `count` elements: values, or pairs.
+const fn len_bytes(dtype: Dtype, op: Option<ReduceOp>, count: u32) -> u64 {
+    let values = if matches!(op, Some(op) if op.is_located()) { 2 } else { 1 };
+    values * count as u64 * dtype.size_bytes() as u64
 }
 
 impl Descriptor {

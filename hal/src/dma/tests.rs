@@ -47,13 +47,13 @@ proptest! {
     #[test]
     fn whatever_parses_is_emitted_again(
         mut words in any::<[u64; DESCRIPTOR_WORDS]>(),
-        kind in 0..8_u64, op in 0..6_u64, types in any::<[u8; 3]>(), clear in any::<bool>(),
+        kind in 0..8_u64, op in 0..16_u64, types in any::<[u8; 3]>(), clear in any::<bool>(),
     ) {
         // Random words rarely parse: most runs make them plausible.
         if clear {
             words[0] = kind | op << 8 | words[0] & 0xffff_ff00_0000_0000;
             for (at, dtype) in types.iter().enumerate() {
-                words[0] |= u64::from(dtype % 14) << (16 + 8 * at);
+                words[0] |= u64::from(dtype % 16) << (16 + 8 * at);
             }
             for word in [3, 5] {
                 words[word] &= 0xffff_ffff_0000_ffff;
@@ -85,6 +85,8 @@ fn bits_without_a_meaning_are_refused() {
 fn profiles_differ_in_what_they_reduce() {
     let (src, dst, op) = (at(0, 1, 0), at(1, 1, 0), ReduceOp::Sum);
     let reduce = |source, accumulator| Step::Reduce { op, source, accumulator, src, dst, count: 4 };
+    let minloc = |dtype| Step::Reduce { op: ReduceOp::MinLoc, source: dtype, accumulator: dtype, src, dst, count: 4 };
+    assert_eq!(minloc(Dtype::F64).dst_len_bytes(), 64, "an element is a pair");
     let store = |ranks| Step::Store { op, accumulator: Dtype::F32, output: Dtype::F16, src, dst, count: 4, ranks };
     let steps = [
         (Step::Copy { src, dst, len_bytes: 4 }, [true, true, true]),
@@ -95,6 +97,10 @@ fn profiles_differ_in_what_they_reduce() {
         (reduce(Dtype::F64, Dtype::F64), [false, false, true]),
         (reduce(Dtype::F32, Dtype::F64), [false, false, false]),
         (Step::Load { source: Dtype::F16, accumulator: Dtype::F32, src, dst, count: 4 }, [false, false, true]),
+        (reduce(Dtype::I8, Dtype::I8), [false, true, true]),
+        (reduce(Dtype::U8, Dtype::U8), [false, false, true]),
+        (minloc(Dtype::I32), [false, false, true]),
+        (minloc(Dtype::F16), [false, false, false]),
         (store(2), [false, false, true]),
         (store(0), [false, false, false]),
     ];

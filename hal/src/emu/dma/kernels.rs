@@ -2,7 +2,7 @@
 //!
 //! All of it is `reduce`'s kernels. What is added here are accumulators in a narrow type itself, as inline-reducing
 //! hardware has them: widen both operands, combine, round. One rounding of an exact widening is what such hardware
-//! does: f32 has more than twice the digits of f16 and bf16 and two more, so its own rounding is invisible (Figueroa,
+//! does: f32 has more than twice the digits of the narrow types and two more, so its own rounding is invisible (Figueroa,
 //! "When is double rounding innocuous?", 1995).
 
 use crate::op::{Dtype, ReduceOp};
@@ -22,8 +22,8 @@ pub(super) enum Action {
     Combine(Kernel),
     /// `dst = round(widen(dst) op widen(src))`.
     CombineNarrow(Kernel),
-    /// `dst = round(src)`.
-    Store(Kernel),
+    /// `dst = round(src)`, the result of so many ranks.
+    Store(Kernel, u32),
 }
 
 impl Action {
@@ -39,8 +39,8 @@ impl Action {
     }
 
     /// Return how to round accumulators.
-    pub(super) fn store(op: ReduceOp, output: Dtype) -> Option<Self> {
-        Kernel::new(output, op).map(Self::Store)
+    pub(super) fn store(op: ReduceOp, output: Dtype, ranks: u32) -> Option<Self> {
+        Kernel::new(output, op).map(|kernel| Self::Store(kernel, ranks))
     }
 
     /// Do it to slices that hold equally many elements.
@@ -50,18 +50,20 @@ impl Action {
             Self::Load(kernel) => kernel.load(dst, src, false),
             Self::Combine(kernel) => kernel.combine(dst, src, false),
             Self::CombineNarrow(kernel) => combine_narrow(kernel, dst, src),
-            Self::Store(kernel) => kernel.store(dst, src),
+            Self::Store(kernel, ranks) => kernel.store(dst, src, ranks),
         }
     }
 }
 
 fn combine_narrow(kernel: Kernel, dst: &mut [u8], src: &[u8]) {
     let mut wide = [0; BLOCK];
-    let block = BLOCK / kernel.accumulator().size_bytes() * kernel.dtype().size_bytes();
+    let (size_bytes, acc_bytes) = (kernel.element_bytes(), kernel.accumulator_bytes());
+    let block = BLOCK / acc_bytes * size_bytes;
     for (dst, src) in dst.chunks_mut(block).zip(src.chunks(block)) {
-        let wide = &mut wide[..dst.len() / kernel.dtype().size_bytes() * kernel.accumulator().size_bytes()];
+        let wide = &mut wide[..dst.len() / size_bytes * acc_bytes];
         kernel.load(wide, dst, false);
         kernel.combine(wide, src, false);
-        kernel.store(dst, wide);
+        // Nothing is divided before the end, also of an average.
+        kernel.store(dst, wide, 1);
     }
 }

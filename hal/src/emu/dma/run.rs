@@ -110,7 +110,7 @@ impl<'a> Runner<'a> {
             Step::Copy { len_bytes, .. } => (Some(Action::Copy), len_bytes),
             Step::Load { source, accumulator, count, .. } => (Action::load(source, accumulator), count),
             Step::Reduce { op, source, accumulator, count, .. } => (Action::reduce(op, source, accumulator), count),
-            Step::Store { op, output, count, .. } => (Action::store(op, output), count),
+            Step::Store { op, output, count, ranks, .. } => (Action::store(op, output, ranks), count),
             Step::Publish { words, .. } => {
                 let dst = self.span(step.dst(), step.dst_len_bytes(), 8)?;
                 if !dst.base.addr().is_multiple_of(8) {

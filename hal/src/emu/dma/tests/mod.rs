@@ -100,12 +100,12 @@ fn model(memories: &mut [Vec<u8>], step: &Step) -> Result<(), Status> {
         }
         Step::Reduce { op, source, count, .. } => {
             let kernel = kernel(source, op);
-            let mut wide = vec![0; count as usize * 4];
+            let mut wide = vec![0; count as usize * kernel.accumulator_bytes()];
             kernel.load(&mut wide, to, false);
             kernel.combine(&mut wide, &from, false);
-            kernel.store(to, &wide);
+            kernel.store(to, &wide, 1);
         }
-        Step::Store { op, output, .. } => kernel(output, op).store(to, &from),
+        Step::Store { op, output, ranks, .. } => kernel(output, op).store(to, &from, ranks),
         Step::Publish { .. } => unreachable!("handled above"),
     }
     Ok(())
@@ -118,13 +118,15 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let offset = prop_oneof![6 => Just(0), 4 => Just(512), 2 => (0..9_u64).prop_map(|at| at * 16), 1 => 0..1300_u64];
     let address = (0..3_u16, offset).prop_map(|(region, offset_bytes)| at(region, offset_bytes));
     let count = prop_oneof![4 => Just(100_u32), 1 => 1..150_u32];
-    let dtype = prop_oneof![Just(Dtype::I32), Just(Dtype::F16), Just(Dtype::Bf16), Just(Dtype::F64)];
-    let op = prop_oneof![Just(ReduceOp::Sum), Just(ReduceOp::Min), Just(ReduceOp::Max)];
+    let dtype = prop_oneof![Just(Dtype::I32), Just(Dtype::E4m3), Just(Dtype::F16), Just(Dtype::Bf16), Just(Dtype::F64)];
+    let op = prop_oneof![Just(ReduceOp::Sum), Just(ReduceOp::Min), Just(ReduceOp::Avg), Just(ReduceOp::MaxLoc)];
     let step = (0..8_u8, address.clone(), address, count, dtype, op).prop_map(|(kind, src, dst, count, dtype, op)| {
         let accumulator = dtype.accumulator();
         match kind {
             0 => Step::Copy { src, dst, len_bytes: count },
             1 => Step::Copy { src, dst, len_bytes: count * 4 },
+            // Not every pair of type and operator goes together.
+            3..=6 if Kernel::new(dtype, op).is_none() => Step::Copy { src, dst, len_bytes: count },
             2 => Step::Load { source: dtype, accumulator, src, dst, count },
             3 | 4 => Step::Reduce { op, source: dtype, accumulator, src, dst, count },
             5 => Step::Reduce { op, source: dtype, accumulator: dtype, src, dst, count },
