@@ -3,7 +3,7 @@
 //! The denominator is the loop of a program that does nothing else: two threads cut N buffers of P bytes into 128 KiB
 //! segments, copy the first into a private accumulator, add the others, and copy it to all; no protocol, no check, no
 //! redo slot. The engine does the same work by chains through its queues, one for each chunk: retract the slot's
-//! header, load, reduce, publish, store to all. Both are measured in turns within one run, and compared by their
+//! header, load, reduce, round, publish, copy to all. Both are measured in turns within one run, and compared by their
 //! medians and their best, because the speed of shared virtual machines drifts.
 //!
 //! Run with `cargo bench -p sumac-hal --features emu --bench dma`. It has no assertions; the tests check results.
@@ -147,16 +147,10 @@ impl Reducer {
             dst: acc,
             count,
         }));
+        let all = ranks as u32;
+        self.steps.push(Step::Store { op, accumulator: f32, output: f32, src: acc, dst: acc, count, ranks: all });
         self.steps.push(Step::Publish { dst: header, words: [1, seq] });
-        self.steps.extend((0..ranks).map(|rank| Step::Store {
-            op,
-            accumulator: f32,
-            output: f32,
-            src: acc,
-            dst: input(rank),
-            count,
-            ranks: ranks as u32,
-        }));
+        self.steps.extend((0..ranks).map(|rank| Step::Copy { src: acc, dst: input(rank), len_bytes: count * 4 }));
         let tag = Tag { seq, slot, attempt: 0 };
         self.engine.submit(Chain { tag, scope: Scope(0), steps: &self.steps }).expect("room for a chain a slot");
     }

@@ -118,7 +118,7 @@ pub enum Step {
         /// How many elements.
         count: u32,
     },
-    /// `dst = round(src)`: the result of `ranks` contributions.
+    /// `dst = round(src)`: the result of `ranks` contributions. `dst` may be `src` if both types are of one size.
     Store {
         /// The operator: averages are divided here.
         op: ReduceOp,

@@ -9,10 +9,13 @@
 //! Publish  0                header: nothing
 //! Load     bf16 -> f32      acc  =              <- input of child 0
 //! Reduce   sum, bf16, f32   acc +=              <- input of child 1
+//! Store    f32 -> bf16      result = round(acc)
 //! Publish  (epoch, seq)     header: result k
-//! Store    f32 -> bf16      acc ->                 output of rank 0 (in place: where input 0 was)
-//! Store    f32 -> bf16      acc ->                 output of rank 1
+//! Copy                      result ->              output of rank 0 (in place: where input 0 was)
+//! Copy                      result ->              output of rank 1
 //! ```
+//!
+//! (For f32 the result takes the place of the accumulators: the `Store` is from and to the same address.)
 //!
 //! Why a chain and not single descriptors: it says which steps share an accumulator, so an engine may run them
 //! *segment by segment* and keep the accumulator in its nearest cache; each source is read once and each destination

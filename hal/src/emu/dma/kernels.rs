@@ -24,6 +24,8 @@ pub(super) enum Action {
     CombineNarrow(Kernel),
     /// `dst = round(src)`, the result of so many ranks.
     Store(Kernel, u32),
+    /// The same where `dst` is `src`, so that there is one span only.
+    Finish(Kernel, u32),
 }
 
 impl Action {
@@ -43,6 +45,13 @@ impl Action {
         Kernel::new(output, op).map(|kernel| Self::Store(kernel, ranks))
     }
 
+    /// Do it to accumulators that the result takes the place of; true if this is for one span only.
+    pub(super) fn apply_in_place(self, dst: &mut [u8]) -> bool {
+        let Self::Finish(kernel, ranks) = self else { return false };
+        kernel.finish(dst, dst.len() / kernel.accumulator_bytes(), ranks);
+        true
+    }
+
     /// Do it to slices that hold equally many elements.
     pub(super) fn apply(self, dst: &mut [u8], src: &[u8]) {
         match self {
@@ -50,7 +59,7 @@ impl Action {
             Self::Load(kernel) => kernel.load(dst, src, false),
             Self::Combine(kernel) => kernel.combine(dst, src, false),
             Self::CombineNarrow(kernel) => combine_narrow(kernel, dst, src),
-            Self::Store(kernel, ranks) => kernel.store(dst, src, ranks),
+            Self::Store(kernel, ranks) | Self::Finish(kernel, ranks) => kernel.store(dst, src, ranks),
         }
     }
 }

@@ -6,7 +6,7 @@
 //! stream by. Otherwise, and always across a publication, steps are done one after the other.
 //!
 //! Invariant: every span was checked against its pinned region before any pointer into it is used, and a step's
-//! source and destination are disjoint.
+//! source and destination are disjoint, except where results take the place of accumulators.
 
 use super::kernels::Action;
 use super::map::{Map, Pin};
@@ -123,9 +123,11 @@ impl<'a> Runner<'a> {
         let src =
             self.span(step.src().ok_or(Status::Unsupported)?, step.src_len_bytes(), unit(step.src_len_bytes(), count))?;
         let dst = self.span(step.dst(), step.dst_len_bytes(), unit(step.dst_len_bytes(), count))?;
-        if src.overlaps(&dst) {
-            return Err(Status::Overlap);
-        }
+        let action = match action {
+            Action::Store(kernel, ranks) if src == dst => Action::Finish(kernel, ranks),
+            _ if src.overlaps(&dst) => return Err(Status::Overlap),
+            action => action,
+        };
         Ok(Resolved { work: Work::Elements { action, src, count }, dst })
     }
 
@@ -208,8 +210,12 @@ fn run_group(steps: &[Resolved], tiled: bool, aborted: &impl Fn() -> bool) -> bo
             let Work::Elements { action, src, .. } = step.work else { continue };
             let cut = |span: &Span| (span.base.wrapping_add(from * span.size_bytes), elements * span.size_bytes);
             let ((src, src_len_bytes), (dst, dst_len_bytes)) = (cut(&src), cut(&step.dst));
+            // SAFETY: see below; if the action is for one span, this is the only slice.
+            if action.apply_in_place(unsafe { slice::from_raw_parts_mut(dst, dst_len_bytes) }) {
+                continue;
+            }
             // SAFETY: both lie within spans that were checked against pinned memory, which is valid for reads and
-            // writes of any thread (`DmaMemory`), and they are disjoint. Who writes to registered memory meanwhile,
+            // writes of any thread (`DmaMemory`), and they are disjoint for all other actions. Who writes to registered memory meanwhile,
             // against the rules, spoils the numbers and nothing else: no value read here is an index or a length.
             let (dst, src) =
                 unsafe { (slice::from_raw_parts_mut(dst, dst_len_bytes), slice::from_raw_parts(src, src_len_bytes)) };

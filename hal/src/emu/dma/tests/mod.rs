@@ -84,6 +84,13 @@ fn model(memories: &mut [Vec<u8>], step: &Step) -> Result<(), Status> {
         return Err(Status::OutOfBounds);
     }
     let disjoint = end(src, src_len_bytes) <= dst.offset_bytes || end(dst, dst_len_bytes) <= src.offset_bytes;
+    if let Step::Store { op, output, count, ranks, .. } = *step
+        && (src, src_len_bytes) == (dst, dst_len_bytes)
+    {
+        let acc = &mut memories[usize::from(dst.region.index)][dst.offset_bytes as usize..][..dst_len_bytes as usize];
+        Kernel::new(output, op).expect("supported").finish(acc, count as usize, ranks);
+        return Ok(());
+    }
     if src.region == dst.region && !disjoint {
         return Err(Status::Overlap);
     }
@@ -130,6 +137,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
             2 => Step::Load { source: dtype, accumulator, src, dst, count },
             3 | 4 => Step::Reduce { op, source: dtype, accumulator, src, dst, count },
             5 => Step::Reduce { op, source: dtype, accumulator: dtype, src, dst, count },
+            6 if count % 2 == 0 => Step::Store { op, accumulator, output: dtype, src, dst: src, count, ranks: 3 },
             6 => Step::Store { op, accumulator, output: dtype, src, dst, count, ranks: 2 },
             _ => {
                 let dst = Address { offset_bytes: dst.offset_bytes & !7, ..dst };
@@ -212,16 +220,10 @@ fn all_reduce(ranks: u16, seq: u64, slot_offset_bytes: u64, input_offset_bytes: 
         dst: slot,
         count,
     }));
+    let all = u32::from(ranks);
+    steps.push(Step::Store { op, accumulator: f32, output: f32, src: slot, dst: slot, count, ranks: all });
     steps.push(Step::Publish { dst: header, words: [1, seq] });
-    steps.extend((0..ranks).map(|rank| Step::Store {
-        op,
-        accumulator: f32,
-        output: f32,
-        src: slot,
-        dst: input(rank),
-        count,
-        ranks: u32::from(ranks),
-    }));
+    steps.extend((0..ranks).map(|rank| Step::Copy { src: slot, dst: input(rank), len_bytes: count * 4 }));
     steps
 }
 
