@@ -9,11 +9,15 @@
 //! | [`ctrl`] | the control plane: postcard messages in checked frames |
 //! | [`port`] | a queue of packets in and one out; the conformance suite that every port passes |
 //! | [`reduce`] | the arithmetic: a kernel for each element type and operator, for device, DMA engine and host |
+//! | [`ring`] | descriptor rings and doorbells between two sides that do not trust each other |
+//! | [`mmio`] | the device as a PCIe function: its registers and queues, and what goes through them |
+//! | [`dma`] | a DMA engine that copies, and that reduces in flight; registered memory |
 //! | [`op`], [`ids`], [`key`] | what an operation is, what things are called, who may contribute |
 //! | [`uplink`], [`rtt`], [`shard`] | a child's side of one hop, which ranks and inner nodes share; a node's shards |
 //! | [`time`] | time as an argument |
 //! | [`flash`] | block storage, and what it keeps when power fails |
-//! | `emu` (feature) | emulated links with faults, on virtual time |
+//! | `emu` (feature) | emulated links with faults, on virtual time; an emulated DMA engine |
+//! | `shm` (feature) | shared memory, futex and descriptor passing: the bus between processes of one machine |
 //! | `udp` (feature) | a port over real sockets, for hosted targets |
 //!
 //! # The protocol in one page
@@ -63,16 +67,21 @@
 #![cfg_attr(not(any(feature = "std", test)), no_std)]
 
 pub mod ctrl;
+pub mod dma;
 #[cfg(feature = "emu")]
 pub mod emu;
 pub mod flash;
 pub mod ids;
 pub mod key;
+pub mod mmio;
 pub mod op;
 pub mod port;
 pub mod reduce;
+pub mod ring;
 pub mod rtt;
 pub mod shard;
+#[cfg(all(feature = "shm", target_os = "linux"))]
+pub mod shm;
 pub mod time;
 #[cfg(all(feature = "udp", target_os = "linux"))]
 pub mod udp;

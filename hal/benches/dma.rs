@@ -1,0 +1,220 @@
+//! How fast the emulated engine reduces N registered buffers in place, against the bare movement of the data.
+//!
+//! The denominator is the loop of a program that does nothing else: two threads cut N buffers of P bytes into 128 KiB
+//! segments, copy the first into a private accumulator, add the others, and copy it to all; no protocol, no check, no
+//! redo slot. The engine does the same work by chains through its queues, one for each chunk: retract the slot's
+//! header, load, reduce, round, publish, copy to all. Both are measured in turns within one run, and compared by their
+//! medians and their best, because the speed of shared virtual machines drifts.
+//!
+//! Run with `cargo bench -p sumac-hal --features emu --bench dma`. It has no assertions; the tests check results.
+
+use std::hint::black_box;
+use std::sync::{Arc, Barrier};
+use std::thread;
+use std::time::Instant;
+use sumac_hal::dma::{
+    Address, Chain, Completion, DmaMemory, Engine, Profile, RegionKey, Scope, Status, Step, Tag, WaitEngine,
+};
+use sumac_hal::emu::dma::{DmaConfig, EmuEngine, HeapMemory};
+use sumac_hal::op::{Dtype, ReduceOp};
+use sumac_hal::reduce::Kernel;
+
+/// Bytes of a segment of the bare loop.
+const SEGMENT_LEN_BYTES: usize = 128 << 10;
+
+/// Bytes of a chunk that one chain reduces.
+const CHUNK_LEN_BYTES: usize = 128 << 10;
+
+/// Bytes in front of a slot's accumulators: its header.
+const HEADER_LEN_BYTES: usize = 128;
+
+/// Chunks in flight.
+const SLOTS: usize = 8;
+
+const THREADS: usize = 2;
+
+fn main() {
+    // `cargo bench` passes this; `cargo test --benches` does not, and has nothing to check here.
+    if !std::env::args().any(|arg| arg == "--bench") {
+        println!("nothing measured: run by `cargo bench`, or with --bench");
+        return;
+    }
+    println!("f32 sum in place, {THREADS} threads; traffic is 2 x N x P; engine and bare loop in turns");
+    println!(
+        "{:>3} {:>5}  {:>10} {:>10} {:>7}  {:>10} {:>10} {:>7}  {:>8}",
+        "N", "MiB", "bare ms", "engine ms", "ratio", "bare best", "eng. best", "ratio", "GB/s"
+    );
+    for ranks in [2, 4, 8] {
+        for mib in [1, 4, 16, 64] {
+            measure(ranks, mib << 20);
+        }
+    }
+}
+
+fn measure(ranks: usize, len_bytes: usize) {
+    let buffers: Vec<_> = (0..ranks).map(|_| Arc::new(HeapMemory::new(len_bytes))).collect();
+    for buffer in &buffers {
+        let values: Vec<u8> = (0..len_bytes / 4).flat_map(|_| 1e-20_f32.to_le_bytes()).collect();
+        buffer.write(0, &values);
+    }
+    let rounds = (4 << 30) / (ranks * len_bytes * 8);
+    let rounds = rounds.clamp(9, 201);
+    let mut engine = Reducer::new(&buffers);
+    let mut took = [Vec::new(), Vec::new()];
+    let bases: Vec<usize> = buffers.iter().map(|buffer| buffer.base().addr().get()).collect();
+    bare_loop(&bases, len_bytes, rounds, |pass| {
+        let start = Instant::now();
+        pass();
+        took[0].push(start.elapsed().as_secs_f64() * 1e3);
+        let start = Instant::now();
+        engine.all_reduce(ranks, len_bytes);
+        took[1].push(start.elapsed().as_secs_f64() * 1e3);
+    });
+    let [bare, dma] = took.map(|mut took| {
+        took.sort_by(f64::total_cmp);
+        (took[took.len() / 2], took[0])
+    });
+    let traffic = 2.0 * (ranks * len_bytes) as f64;
+    println!(
+        "{ranks:>3} {:>5}  {:>10.3} {:>10.3} {:>6.0}%  {:>10.3} {:>10.3} {:>6.0}%  {:>8.1}",
+        len_bytes >> 20,
+        bare.0,
+        dma.0,
+        bare.0 / dma.0 * 100.0,
+        bare.1,
+        dma.1,
+        bare.1 / dma.1 * 100.0,
+        traffic / dma.0 / 1e6,
+    );
+}
+
+/// The engine, and what a device would keep for one group.
+struct Reducer {
+    engine: EmuEngine,
+    busy: [bool; SLOTS],
+    steps: Vec<Step>,
+}
+
+impl Reducer {
+    fn new(buffers: &[Arc<HeapMemory>]) -> Self {
+        let mut engine = EmuEngine::start(DmaConfig { on_start: Some(pin), ..DmaConfig::new(Profile::Full, THREADS) })
+            .expect("threads");
+        let slots = Arc::new(HeapMemory::new(SLOTS * (HEADER_LEN_BYTES + CHUNK_LEN_BYTES)));
+        for (index, memory) in std::iter::once(&slots).chain(buffers).enumerate() {
+            engine.map(key(index), memory.clone()).expect("a free place");
+        }
+        Self { engine, busy: [false; SLOTS], steps: Vec::new() }
+    }
+
+    fn all_reduce(&mut self, ranks: usize, len_bytes: usize) {
+        let chunks = len_bytes.div_ceil(CHUNK_LEN_BYTES);
+        let (mut next, mut done) = (0, 0);
+        while done < chunks {
+            // Chunk k lives in slot k % S.
+            while next < chunks && !self.busy[next % SLOTS] {
+                let slot = (next % SLOTS) as u32;
+                self.busy[next % SLOTS] = true;
+                let offset = next * CHUNK_LEN_BYTES;
+                let count = (len_bytes - offset).min(CHUNK_LEN_BYTES) / 4;
+                self.chunk(ranks, slot, offset as u64, count as u32, next as u64);
+                next += 1;
+            }
+            self.engine.wait(None);
+            let mut completions = [Completion { tag: Tag::default(), status: Status::Done, step: 0 }; SLOTS];
+            let taken = self.engine.poll(&mut completions);
+            for completion in &completions[..taken] {
+                assert_eq!(completion.status, Status::Done, "{completion:?}");
+                self.busy[completion.tag.slot as usize] = false;
+            }
+            done += taken;
+        }
+    }
+
+    fn chunk(&mut self, ranks: usize, slot: u32, offset_bytes: u64, count: u32, seq: u64) {
+        let slot_offset = slot as usize * (HEADER_LEN_BYTES + CHUNK_LEN_BYTES);
+        let header = address(0, slot_offset as u64);
+        let acc = address(0, (slot_offset + HEADER_LEN_BYTES) as u64);
+        let (op, f32) = (ReduceOp::Sum, Dtype::F32);
+        let input = |rank: usize| address(1 + rank, offset_bytes);
+        self.steps.clear();
+        self.steps.push(Step::Publish { dst: header, words: [0, 0] });
+        self.steps.push(Step::Load { source: f32, accumulator: f32, src: input(0), dst: acc, count });
+        self.steps.extend((1..ranks).map(|rank| Step::Reduce {
+            op,
+            source: f32,
+            accumulator: f32,
+            src: input(rank),
+            dst: acc,
+            count,
+        }));
+        let all = ranks as u32;
+        self.steps.push(Step::Store { op, accumulator: f32, output: f32, src: acc, dst: acc, count, ranks: all });
+        self.steps.push(Step::Publish { dst: header, words: [1, seq] });
+        self.steps.extend((0..ranks).map(|rank| Step::Copy { src: acc, dst: input(rank), len_bytes: count * 4 }));
+        let tag = Tag { seq, slot, attempt: 0 };
+        self.engine.submit(Chain { tag, scope: Scope(0), steps: &self.steps }).expect("room for a chain a slot");
+    }
+}
+
+/// Keep this thread on one core, as the program that this measures against does.
+fn pin(thread: usize) {
+    #[cfg(target_os = "linux")]
+    {
+        let mut cores = rustix::thread::CpuSet::new();
+        cores.set(thread);
+        // Where that core is not ours to have, the thread runs where it may.
+        let _ = rustix::thread::sched_setaffinity(None, &cores);
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = thread;
+}
+
+fn key(index: usize) -> RegionKey {
+    RegionKey { index: index as u16, generation: 1 }
+}
+
+fn address(index: usize, offset_bytes: u64) -> Address {
+    Address { region: key(index), offset_bytes }
+}
+
+/// Start the threads of the bare loop; call `turn` for each round with what makes them do one pass.
+fn bare_loop(bases: &[usize], len_bytes: usize, rounds: usize, mut turn: impl FnMut(&dyn Fn())) {
+    let barrier = Barrier::new(THREADS + 1);
+    thread::scope(|scope| {
+        for id in 0..THREADS {
+            let barrier = &barrier;
+            scope.spawn(move || {
+                pin(id);
+                let kernel = Kernel::new(Dtype::F32, ReduceOp::Sum).expect("f32 sums are supported");
+                let mut acc = vec![0; SEGMENT_LEN_BYTES];
+                for _ in 0..rounds {
+                    barrier.wait();
+                    for at in (id * SEGMENT_LEN_BYTES..len_bytes).step_by(THREADS * SEGMENT_LEN_BYTES) {
+                        let len_bytes = SEGMENT_LEN_BYTES.min(len_bytes - at);
+                        segment(&kernel, bases, at, &mut acc[..len_bytes]);
+                    }
+                    barrier.wait();
+                }
+            });
+        }
+        for _ in 0..rounds {
+            turn(&|| {
+                barrier.wait();
+                barrier.wait();
+            });
+        }
+    });
+}
+
+fn segment(kernel: &Kernel, bases: &[usize], at: usize, acc: &mut [u8]) {
+    for (rank, &base) in bases.iter().enumerate() {
+        // SAFETY: within the buffer, which outlives the scope of the threads; each segment has one thread, and the
+        // engine has nothing in flight during a pass.
+        let from = unsafe { std::slice::from_raw_parts((base + at) as *const u8, acc.len()) };
+        if rank == 0 { acc.copy_from_slice(from) } else { kernel.combine(acc, black_box(from), false) }
+    }
+    for &base in bases {
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts_mut((base + at) as *mut u8, acc.len()) }.copy_from_slice(acc);
+    }
+}

@@ -1,0 +1,460 @@
+//! An emulated DMA engine: threads of its own that copy and reduce between mapped memory, one queue each.
+//!
+//! It plays every [`Profile`]. Descriptors go through the same rings as to hardware, and are checked where they run.
+//! The arithmetic is `reduce`'s SIMD kernels; a chain is done tile by tile wherever that is the same (`run`), so that
+//! accumulators stay in the nearest caches, each source is read once and each destination written once.
+//!
+//! A chain goes to the queue of its slot, unless another has much less to do: so a slot's accumulators, and the part
+//! of everybody's buffers that it serves in each operation, tend to stay in one core's caches.
+//!
+//! *Strict* mode is pickier than hardware ([`Strictness`]).
+//!
+//! Invariants: a chain that was taken completes once; nothing is allocated and no lock taken between submission and
+//! completion, except to wake who sleeps.
+
+mod heap;
+mod kernels;
+mod map;
+mod run;
+mod strict;
+#[cfg(test)]
+mod tests;
+mod worker;
+
+pub use heap::HeapMemory;
+pub use map::MapError;
+
+use crate::dma::{
+    Address, Capabilities, Chain, Completion, DESCRIPTOR_WORDS, Descriptor, DmaMemory, Engine, LocalMemory, Profile,
+    RegionKey, Scope, Span, Status, SubmitError, WaitEngine,
+};
+use crate::ring::{Consumer, OwnedRing, Patience, Producer};
+use map::Map;
+use std::collections::VecDeque;
+use std::io;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+use strict::InFlight;
+use worker::{COMPLETION_WORDS, Shared, Sleeper, Worker};
+
+/// How many chains more than others the queue of a slot may have before others take its chains.
+const AFFINITY_CHAINS: usize = 2;
+
+/// How much the engine minds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Strictness {
+    /// As hardware: bounds and regions.
+    #[default]
+    Hardware,
+    /// Also addresses that are no multiple of their element's size, and chains in flight that get in each other's way:
+    /// they complete with an error, and are counted.
+    Strict,
+    /// As [`Strictness::Strict`], and [`Engine::poll`] panics where a completion says that its user was wrong.
+    Assert,
+}
+
+/// What an engine is made of.
+#[derive(Debug, Clone, Copy)]
+pub struct DmaConfig {
+    /// What it plays.
+    pub profile: Profile,
+    /// How many threads work, each with a queue; 1 to [`DmaConfig::THREADS_MAX`].
+    pub threads: usize,
+    /// Steps that each queue has in flight, until they are polled: a power of two, at most [`crate::ring::CAPACITY_MAX`].
+    pub queue_depth: u32,
+    /// The most steps of a chain, at most `queue_depth`.
+    pub max_steps: u32,
+    /// How many regions can be mapped.
+    pub regions: usize,
+    /// What every address has to be a multiple of, in bytes: a power of two.
+    pub alignment_bytes: u32,
+    /// How much it minds.
+    pub strictness: Strictness,
+    /// How long threads look for work before they sleep.
+    pub patience: Patience,
+    /// What each thread calls first, with its number: to take a core for its own, where the machine's owner wants that.
+    pub on_start: Option<fn(usize)>,
+}
+
+impl DmaConfig {
+    /// The most threads of an engine.
+    pub const THREADS_MAX: usize = 64;
+
+    /// Describe an engine of `threads` threads that suits this machine.
+    pub fn new(profile: Profile, threads: usize) -> Self {
+        Self {
+            profile,
+            threads,
+            queue_depth: 1024,
+            max_steps: 256,
+            regions: 1024,
+            alignment_bytes: 1,
+            strictness: Strictness::Hardware,
+            // Its user wants a core as well.
+            patience: Patience::for_this_machine(threads + 1),
+            on_start: None,
+        }
+    }
+}
+
+/// Why an engine was not started.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StartError {
+    /// A number is out of its range.
+    #[error(
+        "an engine has 1 to {} threads, a queue depth that is a power of two, at most {}, and at least as much as \
+             a chain has steps, which is at least 1: not {config:?}",
+        DmaConfig::THREADS_MAX,
+        crate::ring::CAPACITY_MAX
+    )]
+    Config {
+        /// What was asked for.
+        config: Box<DmaConfig>,
+    },
+    /// The system has no thread to give.
+    #[error("no thread for the engine: {0}")]
+    Thread(#[from] io::Error),
+}
+
+/// What an engine has done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct DmaStats {
+    /// Chains that it took.
+    pub chains: u64,
+    /// Steps of those.
+    pub steps: u64,
+    /// Chains that were polled, by [`Status`].
+    pub ended: [u64; Status::ALL.len()],
+}
+
+/// The user's side of one thread.
+struct Queue {
+    sleeper: Arc<Sleeper>,
+    submissions: Producer<OwnedRing<DESCRIPTOR_WORDS>, DESCRIPTOR_WORDS>,
+    completions: Consumer<OwnedRing<COMPLETION_WORDS>, COMPLETION_WORDS>,
+    in_flight: InFlight,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// The engine.
+pub struct EmuEngine {
+    shared: Arc<Shared>,
+    queues: Vec<Queue>,
+    capabilities: Capabilities,
+    strictness: Strictness,
+    patience: Patience,
+    /// The device's own memory.
+    local: Vec<(RegionKey, Arc<HeapMemory>)>,
+    /// Descriptors of the chain that is being submitted.
+    staged: Vec<[u64; DESCRIPTOR_WORDS]>,
+    /// Chains that strict mode has not let through.
+    refused: VecDeque<Completion>,
+    stats: DmaStats,
+}
+
+impl EmuEngine {
+    /// Start an engine.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn start(config: DmaConfig) -> Result<Self, StartError> {
+        Self::start_notifying(config, None)
+    }
+
+    /// Start an engine that calls `notify`, from any of its threads, after each completion: for a user that sleeps on
+    /// something else than [`WaitEngine::wait`]. It has to be quick, and cheap where nobody sleeps.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn start_notifying(config: DmaConfig, notify: Option<Box<dyn Fn() + Send + Sync>>) -> Result<Self, StartError> {
+        let fits = (1..=DmaConfig::THREADS_MAX).contains(&config.threads)
+            && (1..=config.queue_depth).contains(&config.max_steps)
+            && config.queue_depth <= crate::ring::CAPACITY_MAX
+            && config.queue_depth.is_power_of_two()
+            && config.alignment_bytes.is_power_of_two();
+        if !fits {
+            return Err(StartError::Config { config: Box::new(config) });
+        }
+        let shared = Arc::new(Shared {
+            map: Map::new(config.regions),
+            stop: AtomicBool::new(false),
+            scopes: [const { AtomicU16::new(0) }; 1 << u8::BITS],
+            user: Sleeper::default(),
+            notify,
+        });
+        let capabilities = Capabilities::new(config.profile, config.max_steps, config.queue_depth)
+            .with_alignment(config.alignment_bytes);
+        let depth = config.queue_depth as usize;
+        let mut engine = Self {
+            shared,
+            queues: Vec::with_capacity(config.threads),
+            capabilities,
+            strictness: config.strictness,
+            patience: config.patience,
+            local: Vec::new(),
+            staged: Vec::with_capacity(config.max_steps as usize),
+            refused: VecDeque::with_capacity(depth),
+            stats: DmaStats::default(),
+        };
+        for number in 0..config.threads {
+            // A thread that can't be had stops those before it, by `drop`.
+            let queue = engine.start_queue(&config, number)?;
+            engine.queues.push(queue);
+        }
+        Ok(engine)
+    }
+
+    fn start_queue(&self, config: &DmaConfig, number: usize) -> Result<Queue, StartError> {
+        let invalid = |_| StartError::Config { config: Box::new(*config) };
+        let submissions = OwnedRing::new(config.queue_depth).map_err(invalid)?;
+        let completions = OwnedRing::new(config.queue_depth).map_err(invalid)?;
+        let sleeper = Arc::new(Sleeper::default());
+        let strict = config.strictness != Strictness::Hardware;
+        let worker = Worker {
+            shared: self.shared.clone(),
+            sleeper: sleeper.clone(),
+            submissions: Consumer::new(submissions.clone()),
+            completions: Producer::new(completions.clone()),
+            capabilities: self.capabilities,
+            strict,
+            patience: config.patience,
+        };
+        let on_start = config.on_start;
+        let thread = thread::Builder::new().name(format!("dma-{number}")).spawn(move || {
+            if let Some(on_start) = on_start {
+                on_start(number);
+            }
+            worker.run();
+        })?;
+        let depth = config.queue_depth as usize;
+        Ok(Queue {
+            sleeper,
+            submissions: Producer::new(submissions),
+            completions: Consumer::new(completions),
+            in_flight: InFlight::new(depth),
+            thread: Some(thread),
+        })
+    }
+
+    /// Let the engine reach memory under a key. The generation must be later than any before at that index.
+    ///
+    /// # Errors
+    /// [`MapError`].
+    pub fn map(&mut self, key: RegionKey, memory: Arc<dyn DmaMemory>) -> Result<(), MapError> {
+        self.shared.map.map(key, memory)
+    }
+
+    /// Take a region away. When this returns true, the engine does not touch it any more; descriptors that name it
+    /// fail as [`Status::StaleRegion`]. False if it was not mapped.
+    pub fn unmap(&mut self, key: RegionKey) -> bool {
+        self.local.retain(|(local, _)| *local != key);
+        self.shared.map.unmap(key)
+    }
+
+    /// Let the engine reach memory of the device's own under a key, which its processor can work on as well
+    /// ([`LocalMemory`]). The generation must be later than any before at that index.
+    ///
+    /// # Errors
+    /// [`MapError`].
+    pub fn map_local(&mut self, key: RegionKey, len_bytes: usize) -> Result<(), MapError> {
+        let memory = Arc::new(HeapMemory::new(len_bytes));
+        self.shared.map.map(key, memory.clone())?;
+        self.local.push((key, memory));
+        Ok(())
+    }
+
+    /// Return where bytes of local memory are, if no chain in flight gets in the way.
+    fn local(&self, address: Address, len_bytes: u64, written: bool) -> Result<NonNull<u8>, Status> {
+        let found = self.local.iter().find(|(key, _)| *key == address.region);
+        let (_, memory) = found.ok_or(Status::BadRegion)?;
+        let end = address.offset_bytes.checked_add(len_bytes).ok_or(Status::OutOfBounds)?;
+        if end > memory.len_bytes() as u64 {
+            return Err(Status::OutOfBounds);
+        }
+        if self.queues.iter().any(|queue| queue.in_flight.touches(address, len_bytes, written)) {
+            return Err(Status::Overlap);
+        }
+        // SAFETY: the offset is within the memory.
+        Ok(unsafe { memory.base().add(address.offset_bytes as usize) })
+    }
+
+    /// Return what the engine has done.
+    pub fn stats(&self) -> DmaStats {
+        self.stats
+    }
+
+    /// Return the queue to submit to: the slot's own, unless another is much less busy or it has no room.
+    fn choose(&self, slot: u32, steps: usize) -> Option<usize> {
+        let own = slot as usize % self.queues.len();
+        let depth = self.capabilities.queue_depth as usize;
+        let mut best: Option<(usize, usize)> = None;
+        for turn in 0..self.queues.len() {
+            let index = (own + turn) % self.queues.len();
+            let queue = &self.queues[index];
+            let chains = queue.in_flight.len() + if index == own { 0 } else { AFFINITY_CHAINS };
+            // Everything in flight fits the rings, so they have room, and so has what is kept of it.
+            let room = queue.in_flight.steps() + steps <= depth;
+            if room && best.is_none_or(|(_, fewest)| chains < fewest) {
+                best = Some((index, chains));
+            }
+        }
+        best.map(|(index, _)| index)
+    }
+
+    fn stage(&mut self, chain: Chain<'_>) {
+        let generation = self.shared.generation(chain.scope);
+        self.staged.clear();
+        self.staged.extend(chain.steps.iter().enumerate().map(|(at, &step)| {
+            let more = at + 1 < chain.steps.len();
+            Descriptor { tag: chain.tag, scope: chain.scope, scope_generation: generation, more, step }.emit()
+        }));
+    }
+
+    /// Take one completion from anywhere.
+    fn take(&mut self) -> Option<Completion> {
+        if let Some(refused) = self.refused.pop_front() {
+            return Some(refused);
+        }
+        for queue in &mut self.queues {
+            if let Some(words) = queue.completions.pop().expect("the engine's own ring") {
+                queue.in_flight.pop();
+                return Some(worker::from_words(words));
+            }
+            // A thread that is gone completes nothing any more; its ring was looked at after it had gone.
+            if queue.dead()
+                && let Ok(0) = queue.completions.available()
+                && let Some(tag) = queue.in_flight.pop()
+            {
+                return Some(Completion { tag, status: Status::Hardware, step: 0 });
+            }
+        }
+        None
+    }
+}
+
+impl Queue {
+    fn dead(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+}
+
+impl Engine for EmuEngine {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn submit(&mut self, chain: Chain<'_>) -> Result<(), SubmitError> {
+        let steps = chain.steps.len();
+        if steps == 0 || steps > self.capabilities.max_steps as usize {
+            return Err(SubmitError::Length { steps, max: self.capabilities.max_steps });
+        }
+        let full = SubmitError::Full { depth: self.capabilities.queue_depth };
+        if self.strictness != Strictness::Hardware
+            && let Some(step) = self.queues.iter().find_map(|queue| queue.in_flight.conflict(chain.steps))
+        {
+            if self.refused.len() == self.capabilities.queue_depth as usize {
+                return Err(full);
+            }
+            self.stats.chains += 1;
+            self.refused.push_back(Completion { tag: chain.tag, status: Status::Overlap, step: step as u16 });
+            return Ok(());
+        }
+        let index = self.choose(chain.tag.slot, steps).ok_or(full)?;
+        self.stage(chain);
+        let queue = &mut self.queues[index];
+        if queue.dead() {
+            return Err(SubmitError::Stopped);
+        }
+        queue.in_flight.push(chain.tag, chain.steps);
+        let pushed = queue.submissions.push_batch(&self.staged).expect("the engine's own ring");
+        assert_eq!(pushed, steps, "the ring holds all that is in flight");
+        queue.sleeper.ring();
+        self.stats.chains += 1;
+        self.stats.steps += steps as u64;
+        Ok(())
+    }
+
+    fn poll(&mut self, completions: &mut [Completion]) -> usize {
+        let mut taken = 0;
+        while taken < completions.len() {
+            let Some(completion) = self.take() else { break };
+            self.stats.ended[completion.status as usize] += 1;
+            let innocent = matches!(completion.status, Status::Done | Status::Aborted | Status::Hardware);
+            assert!(
+                innocent || self.strictness != Strictness::Assert,
+                "step {} of the chain {:?} is wrong: {}",
+                completion.step,
+                completion.tag,
+                completion.status
+            );
+            completions[taken] = completion;
+            taken += 1;
+        }
+        taken
+    }
+
+    fn abort(&mut self, scope: Scope) {
+        self.shared.scopes[usize::from(scope.0)].fetch_add(1, Ordering::AcqRel);
+    }
+}
+
+impl WaitEngine for EmuEngine {
+    fn wait(&mut self, timeout: Option<Duration>) -> bool {
+        // A timeout beyond the clock's end is none.
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let (shared, queues, refused) = (&self.shared, &mut self.queues, &self.refused);
+        shared.user.wait(self.patience, deadline, || {
+            !refused.is_empty()
+                || queues.iter_mut().any(|queue| {
+                    queue.completions.available().expect("the engine's own ring") > 0
+                        || queue.in_flight.len() > 0 && queue.dead()
+                })
+        })
+    }
+}
+
+impl LocalMemory for EmuEngine {
+    fn with_local<R>(&mut self, dst: Span, src: Span, work: impl FnOnce(&mut [u8], &[u8]) -> R) -> Result<R, Status> {
+        let to = self.local(dst.address, dst.len_bytes, true)?;
+        let from = self.local(src.address, src.len_bytes, false)?;
+        let (to_end, from_end) = (to.addr().get() + dst.len_bytes as usize, from.addr().get() + src.len_bytes as usize);
+        if to.addr().get() < from_end && from.addr().get() < to_end {
+            return Err(Status::Overlap);
+        }
+        // SAFETY: both lie in memory that is the engine's own and stays while it is mapped. No chain in flight touches
+        // them in a way that conflicts, none can be submitted while `work` runs, because that takes `self`, and nobody
+        // else ever gets a reference to this memory. The two are disjoint.
+        let (to, from) = unsafe {
+            (
+                NonNull::slice_from_raw_parts(to, dst.len_bytes as usize).as_mut(),
+                NonNull::slice_from_raw_parts(from, src.len_bytes as usize).as_ref(),
+            )
+        };
+        Ok(work(to, from))
+    }
+}
+
+impl std::fmt::Debug for EmuEngine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("EmuEngine").field("capabilities", &self.capabilities).finish_non_exhaustive()
+    }
+}
+
+impl Drop for EmuEngine {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        for queue in &mut self.queues {
+            queue.sleeper.ring();
+            queue.sleeper.wake();
+            if let Some(thread) = queue.thread.take() {
+                // It can only have panicked, which it has said.
+                let _ = thread.join();
+            }
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! Running one chain: resolve its steps, and do them tile by tile where that changes nothing but the speed.
+//!
+//! Steps over equally many elements, between two publications, form a group. If no two of its spans overlap, apart
+//! from spans that are one and the same, then element i of every step depends on element i of others only, and the
+//! group may be done for a tile of elements at a time: the accumulators then stay in the L1 cache while all sources
+//! stream by. Otherwise, and always across a publication, steps are done one after the other.
+//!
+//! Invariant: every span was checked against its pinned region before any pointer into it is used, and a step's
+//! source and destination are disjoint, except where results take the place of accumulators.
+
+use super::kernels::Action;
+use super::map::{Map, Pin};
+use crate::dma::{Address, Capabilities, Status, Step};
+use std::slice;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+/// Bytes of the widest span that a tile covers: half of a usual L1 data cache. Tests have many tiles of few bytes.
+const TILE_LEN_BYTES: usize = if cfg!(test) { 64 } else { 16 << 10 };
+
+/// A step whose addresses have been found good.
+struct Resolved {
+    work: Work,
+    dst: Span,
+}
+
+enum Work {
+    Publish([u64; 2]),
+    Elements { action: Action, src: Span, count: usize },
+}
+
+/// Consecutive elements, `size_bytes` each.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Span {
+    base: *mut u8,
+    size_bytes: usize,
+    len_bytes: usize,
+}
+
+impl Span {
+    fn overlaps(&self, other: &Self) -> bool {
+        let (a, b) = (self.base.addr(), other.base.addr());
+        a < b + other.len_bytes && b < a + self.len_bytes
+    }
+}
+
+/// What runs chains, one after the other, without allocating.
+pub(super) struct Runner<'a> {
+    map: &'a Map,
+    capabilities: Capabilities,
+    /// Whether addresses must be multiples of their elements' sizes.
+    strict: bool,
+    pins: Vec<Pin<'a>>,
+    steps: Vec<Resolved>,
+    spans: Vec<(Span, bool)>,
+}
+
+impl<'a> Runner<'a> {
+    pub(super) fn new(map: &'a Map, capabilities: Capabilities, strict: bool) -> Self {
+        let steps = capabilities.max_steps as usize;
+        Self {
+            map,
+            capabilities,
+            strict,
+            pins: Vec::with_capacity(2 * steps),
+            steps: Vec::with_capacity(steps),
+            spans: Vec::with_capacity(2 * steps),
+        }
+    }
+
+    /// Run a chain until it ends, fails or `aborted` says so; return how it ended, and at which step.
+    pub(super) fn run(&mut self, chain: &[Step], aborted: impl Fn() -> bool) -> (Status, u16) {
+        let mut ended = (Status::Done, chain.len());
+        for (at, step) in chain.iter().enumerate() {
+            match self.resolve(step) {
+                Ok(resolved) => self.steps.push(resolved),
+                Err(status) => {
+                    // Those before it still take effect.
+                    ended = (status, at);
+                    break;
+                }
+            }
+        }
+        let mut at = 0;
+        while at < self.steps.len() {
+            if aborted() {
+                ended = (Status::Aborted, at);
+                break;
+            }
+            if let Work::Publish(words) = self.steps[at].work {
+                publish(self.steps[at].dst, words);
+                at += 1;
+                continue;
+            }
+            let (end, tiled) = self.group(at);
+            if !run_group(&self.steps[at..end], tiled, &aborted) {
+                ended = (Status::Aborted, at);
+                break;
+            }
+            at = end;
+        }
+        self.steps.clear();
+        self.pins.clear();
+        (ended.0, ended.1 as u16)
+    }
+
+    fn resolve(&mut self, step: &Step) -> Result<Resolved, Status> {
+        self.capabilities.check(step)?;
+        let unit = |len_bytes: u64, count: usize| len_bytes as usize / count;
+        let (action, count) = match *step {
+            Step::Copy { len_bytes, .. } => (Some(Action::Copy), len_bytes),
+            Step::Load { source, accumulator, count, .. } => (Action::load(source, accumulator), count),
+            Step::Reduce { op, source, accumulator, count, .. } => (Action::reduce(op, source, accumulator), count),
+            Step::Store { op, output, count, ranks, .. } => (Action::store(op, output, ranks), count),
+            Step::Publish { words, .. } => {
+                let dst = self.span(step.dst(), step.dst_len_bytes(), 8)?;
+                if !dst.base.addr().is_multiple_of(8) {
+                    return Err(Status::Misaligned);
+                }
+                return Ok(Resolved { work: Work::Publish(words), dst });
+            }
+        };
+        let (action, count) = (action.ok_or(Status::Unsupported)?, count as usize);
+        let src =
+            self.span(step.src().ok_or(Status::Unsupported)?, step.src_len_bytes(), unit(step.src_len_bytes(), count))?;
+        let dst = self.span(step.dst(), step.dst_len_bytes(), unit(step.dst_len_bytes(), count))?;
+        let action = match action {
+            Action::Store(kernel, ranks) if src == dst => Action::Finish(kernel, ranks),
+            _ if src.overlaps(&dst) => return Err(Status::Overlap),
+            action => action,
+        };
+        Ok(Resolved { work: Work::Elements { action, src, count }, dst })
+    }
+
+    fn span(&mut self, address: Address, len_bytes: u64, size_bytes: usize) -> Result<Span, Status> {
+        let pin = self.map.pin(address.region)?;
+        let base = pin.translate(address.offset_bytes, len_bytes)?;
+        self.pins.push(pin);
+        if self.strict && !base.addr().is_multiple_of(size_bytes) {
+            return Err(Status::Misaligned);
+        }
+        Ok(Span { base, size_bytes, len_bytes: len_bytes as usize })
+    }
+
+    /// Find the steps from `first` on that form a group; return its end, and whether it may be done by tiles.
+    fn group(&mut self, first: usize) -> (usize, bool) {
+        // Copies come in bytes: they join a group if they are whole elements of it.
+        let elements = self.steps[first..].iter().map_while(|step| match step.work {
+            Work::Publish(_) => None,
+            Work::Elements { action, count, .. } => Some((!matches!(action, Action::Copy), count)),
+        });
+        let mut count = 0;
+        for (counts, elements) in elements {
+            if count == 0 || counts {
+                count = elements;
+            }
+            if counts {
+                break;
+            }
+        }
+        let mut end = first;
+        self.spans.clear();
+        while let Some(Resolved { work: Work::Elements { action, src, count: own }, dst }) = self.steps.get_mut(end) {
+            let copies = matches!(action, Action::Copy);
+            if *own != count && !(copies && dst.len_bytes.is_multiple_of(count)) {
+                break;
+            }
+            let sized = |span: &Span| Span { size_bytes: span.len_bytes / count, ..*span };
+            let (new_src, new_dst) = (sized(src), sized(dst));
+            if !note(&mut self.spans, new_src, false) || !note(&mut self.spans, new_dst, true) {
+                break;
+            }
+            *own = count;
+            (*src, *dst) = (new_src, new_dst);
+            end += 1;
+        }
+        // A first step that fits no group of its own count is done alone.
+        if end == first { (first + 1, false) } else { (end, end - first > 1) }
+    }
+}
+
+/// Note a span of a group. False if it overlaps another in a way that ties different elements together.
+fn note(spans: &mut Vec<(Span, bool)>, span: Span, written: bool) -> bool {
+    let mut known = None;
+    for (index, (other, other_written)) in spans.iter().enumerate() {
+        if *other == span {
+            known = Some(index);
+        } else if (written || *other_written) && other.overlaps(&span) {
+            // Also for a span that is known: so far it may only have been read, beside others.
+            return false;
+        }
+    }
+    match known {
+        Some(index) => spans[index].1 |= written,
+        None => spans.push((span, written)),
+    }
+    true
+}
+
+/// Do the steps of a group; false if it was aborted half-way.
+fn run_group(steps: &[Resolved], tiled: bool, aborted: &impl Fn() -> bool) -> bool {
+    let Some(Resolved { work: Work::Elements { count, .. }, .. }) = steps.first() else { return true };
+    let widest = steps.iter().map(|step| step.dst.size_bytes).max().unwrap_or(1);
+    let tile = if tiled { (TILE_LEN_BYTES / widest).max(1) } else { *count };
+    for from in (0..*count).step_by(tile) {
+        if from > 0 && aborted() {
+            return false;
+        }
+        let elements = tile.min(count - from);
+        for step in steps {
+            let Work::Elements { action, src, .. } = step.work else { continue };
+            let cut = |span: &Span| (span.base.wrapping_add(from * span.size_bytes), elements * span.size_bytes);
+            let ((src, src_len_bytes), (dst, dst_len_bytes)) = (cut(&src), cut(&step.dst));
+            // SAFETY: see below; if the action is for one span, this is the only slice.
+            if action.apply_in_place(unsafe { slice::from_raw_parts_mut(dst, dst_len_bytes) }) {
+                continue;
+            }
+            // SAFETY: both lie within spans that were checked against pinned memory, which is valid for reads and
+            // writes of any thread (`DmaMemory`), and they are disjoint for all other actions. Who writes to registered memory meanwhile,
+            // against the rules, spoils the numbers and nothing else: no value read here is an index or a length.
+            let (dst, src) =
+                unsafe { (slice::from_raw_parts_mut(dst, dst_len_bytes), slice::from_raw_parts(src, src_len_bytes)) };
+            action.apply(dst, src);
+        }
+    }
+    true
+}
+
+/// Write two words so that they come after all writes before, and before all behind.
+fn publish(dst: Span, words: [u64; 2]) {
+    // SAFETY: the 16 bytes were checked against pinned memory and are 8-byte aligned.
+    let (first, second) =
+        unsafe { (AtomicU64::from_ptr(dst.base.cast()), AtomicU64::from_ptr(dst.base.wrapping_add(8).cast())) };
+    second.store(words[1].to_le(), Ordering::Release);
+    first.store(words[0].to_le(), Ordering::Release);
+    // What follows in the chain overwrites what this told about.
+    fence(Ordering::SeqCst);
+}

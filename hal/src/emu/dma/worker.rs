@@ -1,0 +1,182 @@
+//! The engine's threads: each takes descriptors from its own ring, runs chains, and puts completions into its own ring.
+//!
+//! Invariants:
+//! - a chain that was taken is completed once, in the order of its queue;
+//! - a thread sleeps only after it has announced that and looked once more, both here and at the engine's user.
+
+use super::map::Map;
+use super::run::Runner;
+use crate::dma::{Capabilities, Completion, DESCRIPTOR_WORDS, Descriptor, Scope, Status, Step, Tag};
+use crate::ring::{Consumer, Doorbell, OwnedRing, Patience, Pause, Producer};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, Thread};
+
+/// The words of a completion: seq; slot and attempt; status and step.
+pub(super) const COMPLETION_WORDS: usize = 3;
+
+/// How many descriptors a thread takes from its ring at a time.
+const BATCH: usize = 32;
+
+/// A thread that can be woken.
+#[derive(Default)]
+pub(super) struct Sleeper {
+    bell: Doorbell<AtomicU32>,
+    thread: Mutex<Option<Thread>>,
+}
+
+impl Sleeper {
+    /// Wake the thread if it sleeps, after something was published for it.
+    pub(super) fn ring(&self) {
+        if self.bell.ring() {
+            self.wake();
+        }
+    }
+
+    /// Wake the thread in any case.
+    pub(super) fn wake(&self) {
+        if let Some(thread) = &*self.thread.lock().unwrap_or_else(PoisonError::into_inner) {
+            thread.unpark();
+        }
+    }
+
+    /// Sleep until `news` or `deadline`, as long as `patience` says; return whether there is news.
+    pub(super) fn wait(
+        &self,
+        patience: Patience,
+        deadline: Option<std::time::Instant>,
+        mut news: impl FnMut() -> bool,
+    ) -> bool {
+        let mut looks = 0;
+        loop {
+            if news() {
+                return true;
+            }
+            match patience.after(looks) {
+                Pause::Spin => std::hint::spin_loop(),
+                Pause::Yield => thread::yield_now(),
+                Pause::Sleep => {
+                    let left = deadline.map(|deadline| deadline.saturating_duration_since(std::time::Instant::now()));
+                    if left.is_some_and(|left| left.is_zero()) {
+                        return false;
+                    }
+                    *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread::current());
+                    self.bell.announce();
+                    if news() {
+                        self.bell.awake();
+                        return true;
+                    }
+                    match left {
+                        Some(left) => thread::park_timeout(left),
+                        None => thread::park(),
+                    }
+                    self.bell.awake();
+                }
+            }
+            looks = looks.saturating_add(1);
+        }
+    }
+}
+
+/// What the engine's threads and its user share.
+pub(super) struct Shared {
+    pub(super) map: Map,
+    pub(super) stop: AtomicBool,
+    /// How often each scope was aborted, modulo 2^16.
+    pub(super) scopes: [AtomicU16; 1 << u8::BITS],
+    /// Who waits for completions.
+    pub(super) user: Sleeper,
+    /// What else to call when there may be a completion for a user that sleeps elsewhere.
+    pub(super) notify: Option<Box<dyn Fn() + Send + Sync>>,
+}
+
+impl Shared {
+    pub(super) fn generation(&self, scope: Scope) -> u16 {
+        self.scopes[usize::from(scope.0)].load(Ordering::Acquire)
+    }
+}
+
+/// One engine thread.
+pub(super) struct Worker {
+    pub(super) shared: Arc<Shared>,
+    pub(super) sleeper: Arc<Sleeper>,
+    pub(super) submissions: Consumer<OwnedRing<DESCRIPTOR_WORDS>, DESCRIPTOR_WORDS>,
+    pub(super) completions: Producer<OwnedRing<COMPLETION_WORDS>, COMPLETION_WORDS>,
+    pub(super) capabilities: Capabilities,
+    pub(super) strict: bool,
+    pub(super) patience: Patience,
+}
+
+impl Worker {
+    /// Run until the engine stops.
+    pub(super) fn run(mut self) {
+        default_float_environment();
+        let shared = self.shared.clone();
+        let mut runner = Runner::new(&shared.map, self.capabilities, self.strict);
+        let mut batch = [[0; DESCRIPTOR_WORDS]; BATCH];
+        let mut chain: Vec<Step> = Vec::with_capacity(self.capabilities.max_steps as usize);
+        while !shared.stop.load(Ordering::Acquire) {
+            // Both rings are this process's own: poison is a bug of this module.
+            let taken = self.submissions.pop_batch(&mut batch).expect("the engine's own ring");
+            if taken == 0 {
+                let (submissions, stop) = (&mut self.submissions, &shared.stop);
+                self.sleeper.wait(self.patience, None, || {
+                    stop.load(Ordering::Acquire) || submissions.available().expect("the engine's own ring") > 0
+                });
+                continue;
+            }
+            for words in &batch[..taken] {
+                let descriptor = Descriptor::parse(words).expect("the engine's own descriptors");
+                chain.push(descriptor.step);
+                if descriptor.more {
+                    continue;
+                }
+                let aborted = || shared.generation(descriptor.scope) != descriptor.scope_generation;
+                let (status, step) = if aborted() { (Status::Aborted, 0) } else { runner.run(&chain, aborted) };
+                chain.clear();
+                self.complete(Completion { tag: descriptor.tag, status, step });
+            }
+        }
+    }
+
+    fn complete(&mut self, completion: Completion) {
+        // The user takes no more chains than there are places for completions.
+        let pushed = self.completions.push(&to_words(&completion)).expect("the engine's own ring");
+        assert!(pushed, "a completion for every chain in flight has its place");
+        self.shared.user.ring();
+        if let Some(notify) = &self.shared.notify {
+            notify();
+        }
+    }
+}
+
+fn to_words(completion: &Completion) -> [u64; COMPLETION_WORDS] {
+    let Completion { tag, status, step } = *completion;
+    [tag.seq, u64::from(tag.slot) | u64::from(tag.attempt) << 32, u64::from(status as u8) | u64::from(step) << 16]
+}
+
+pub(super) fn from_words(words: [u64; COMPLETION_WORDS]) -> Completion {
+    Completion {
+        tag: Tag { seq: words[0], slot: words[1] as u32, attempt: (words[1] >> 32) as u32 },
+        status: Status::from_wire(words[2] as u8).unwrap_or(Status::Hardware),
+        step: (words[2] >> 16) as u16,
+    }
+}
+
+/// Round to nearest even and keep subnormals, whatever the thread that started this one has set: results must not
+/// depend on it (PROTOCOL 9).
+fn default_float_environment() {
+    // Miri knows no assembly, and has no other environment.
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    {
+        const MXCSR_DEFAULT: u32 = 0x1f80;
+        let mxcsr = MXCSR_DEFAULT;
+        // SAFETY: loads the value that the language assumes anyway (x86-64 psABI, 3.2.1).
+        unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const mxcsr, options(nostack, readonly)) };
+    }
+    #[cfg(all(target_arch = "aarch64", not(miri)))]
+    {
+        // SAFETY: sets the value that the language assumes anyway (AAPCS64, 6.1.2).
+        unsafe { std::arch::asm!("msr fpcr, xzr", options(nomem, nostack)) };
+    }
+}

@@ -1,0 +1,439 @@
+//! The registers, and where the queues are: made by a device, probed by a host.
+//!
+//! Invariant: a `Bar` lies wholly in the words that it was made of, and its queues in it.
+
+use super::entry::{COMPLETION_WORDS, SUBMISSION_WORDS};
+use crate::dma::{Capabilities, DtypeSet, OpSet, Profile};
+use crate::ids::BootId;
+use crate::ring::{Doorbell, Indices, Line, RingError, SharedRing};
+use bitflags::bitflags;
+use core::marker::PhantomData;
+use core::mem::offset_of;
+use core::ptr::NonNull;
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use volatile::access::ReadWrite;
+use volatile::{VolatileFieldAccess, VolatilePtr};
+
+/// "SUMA" in ASCII, the first byte lowest.
+pub const MAGIC: u32 = u32::from_le_bytes(*b"SUMA");
+
+/// Layouts of another major version are refused.
+pub const VERSION_MAJOR: u16 = 1;
+
+/// A later minor version only gives a meaning to what was reserved.
+pub const VERSION_MINOR: u16 = 0;
+
+/// The most queues of a function: the admin queue, and one for each of the device's shards.
+pub const QUEUES_MAX: u32 = 64;
+
+/// The smallest depth of a queue.
+pub const DEPTH_MIN: u32 = 2;
+
+/// The largest depth of a queue.
+pub const DEPTH_MAX: u32 = 1 << 12;
+
+/// What a BAR's address is a multiple of.
+pub const BAR_ALIGNMENT_BYTES: usize = 4096;
+
+const CONTROL_OFFSET: usize = 0x1000;
+const QUEUES_OFFSET: usize = 0x2000;
+const ENTRIES_OFFSET: usize = 0x400;
+
+bitflags! {
+    /// What a device has.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+    pub struct Features: u32 {
+        /// It takes contributions by reference.
+        const BY_REFERENCE = 1 << 0;
+        /// It ends everything of an epoch on [`AdminCommand::Fence`](super::AdminCommand::Fence).
+        const FENCE = 1 << 1;
+        /// Its redo slots are in memory that outlives its runtime (PROTOCOL 7).
+        const REDO = 1 << 2;
+    }
+}
+
+bitflags! {
+    /// How a device is.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+    pub struct DeviceStatus: u32 {
+        /// All registers are valid and the queues are served.
+        const READY = 1 << 0;
+        /// It takes no new work and finishes what it has.
+        const DRAINING = 1 << 1;
+        /// It has given up on this function: attach anew.
+        const FAILED = 1 << 2;
+    }
+}
+
+bitflags! {
+    /// What a host asks of the whole function.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+    pub struct HostControl: u32 {
+        /// The queues are in use.
+        const ENABLE = 1 << 0;
+        /// The host is leaving: end everything, and release its memory.
+        const RESET = 1 << 1;
+    }
+}
+
+/// The device's registers.
+#[derive(VolatileFieldAccess)]
+#[repr(C)]
+struct Registers {
+    magic: u32,
+    version: u32,
+    boot_id: u64,
+    bar_len_bytes: u64,
+    features: u32,
+    status: u32,
+    queue_count: u32,
+    queue_depth: u32,
+    queue_stride_bytes: u32,
+    heartbeat: u32,
+    dma_profile: u32,
+    dma_dtypes: u32,
+    dma_ops: u32,
+    dma_alignment_bytes: u32,
+    dma_max_len_bytes: u32,
+}
+
+/// The head of a queue's block; the entries follow.
+#[repr(C)]
+struct QueueHead {
+    submissions: Indices,
+    completions: Indices,
+    device_bell: Line,
+    host_bell: Line,
+}
+
+const _: () = {
+    assert!(offset_of!(Registers, magic) == 0x00);
+    assert!(offset_of!(Registers, version) == 0x04);
+    assert!(offset_of!(Registers, boot_id) == 0x08);
+    assert!(offset_of!(Registers, bar_len_bytes) == 0x10);
+    assert!(offset_of!(Registers, features) == 0x18);
+    assert!(offset_of!(Registers, status) == 0x1c);
+    assert!(offset_of!(Registers, queue_count) == 0x20);
+    assert!(offset_of!(Registers, queue_depth) == 0x24);
+    assert!(offset_of!(Registers, queue_stride_bytes) == 0x28);
+    assert!(offset_of!(Registers, heartbeat) == 0x2c);
+    assert!(offset_of!(Registers, dma_profile) == 0x30);
+    assert!(offset_of!(Registers, dma_dtypes) == 0x34);
+    assert!(offset_of!(Registers, dma_ops) == 0x38);
+    assert!(offset_of!(Registers, dma_alignment_bytes) == 0x3c);
+    assert!(offset_of!(Registers, dma_max_len_bytes) == 0x40);
+    assert!(size_of::<Registers>() <= CONTROL_OFFSET);
+    assert!(offset_of!(QueueHead, submissions) == 0x000);
+    assert!(offset_of!(QueueHead, completions) == 0x100);
+    assert!(offset_of!(QueueHead, device_bell) == 0x200);
+    assert!(offset_of!(QueueHead, host_bell) == 0x280);
+    assert!(size_of::<QueueHead>() <= ENTRIES_OFFSET);
+    assert!(ENTRIES_OFFSET.is_multiple_of(align_of::<QueueHead>()));
+};
+
+/// Return the distance of two queues of `depth` in bytes: a head, and 128 bytes for each place.
+pub const fn queue_stride_bytes(depth: u32) -> usize {
+    (ENTRIES_OFFSET + depth as usize * 8 * (SUBMISSION_WORDS + 2 * COMPLETION_WORDS)).next_multiple_of(4096)
+}
+
+/// Return the length in bytes of a BAR with so many queues of `depth`.
+pub const fn bar_len_bytes(queues: u32, depth: u32) -> usize {
+    QUEUES_OFFSET + queues as usize * queue_stride_bytes(depth)
+}
+
+/// What a device's function is to be.
+#[derive(Debug, Clone, Copy)]
+pub struct FunctionConfig {
+    /// The device's life.
+    pub boot_id: BootId,
+    /// What it has.
+    pub features: Features,
+    /// The number of queues with the admin queue, 2 to [`QUEUES_MAX`].
+    pub queues: u32,
+    /// The depth of each, a power of two from [`DEPTH_MIN`] to [`DEPTH_MAX`].
+    pub depth: u32,
+    /// What its engine can do.
+    pub dma: Capabilities,
+}
+
+/// Why no function was made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum BarError {
+    /// The memory is not aligned.
+    #[error("a BAR is aligned to {BAR_ALIGNMENT_BYTES} bytes: not at {address:#x}")]
+    Unaligned {
+        /// Where it is.
+        address: usize,
+    },
+    /// The queues are not.
+    #[error(
+        "a function has 2 to {QUEUES_MAX} queues, of {DEPTH_MIN} to {DEPTH_MAX}, a power of two: not {queues} of {depth}"
+    )]
+    Queues {
+        /// How many.
+        queues: u32,
+        /// How deep.
+        depth: u32,
+    },
+    /// The memory is shorter.
+    #[error("the BAR needs {needed} bytes, and has {len_bytes}")]
+    TooShort {
+        /// What there must be.
+        needed: usize,
+        /// What there is.
+        len_bytes: usize,
+    },
+}
+
+/// Why memory is not a function that this version can use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ProbeError {
+    /// Its first word is another.
+    #[error("this is no Sumac device: magic {0:#010x}, expected {MAGIC:#010x}")]
+    Magic(u32),
+    /// Its layout is of another major version.
+    #[error("the device's layout is version {major}.{minor}, and {VERSION_MAJOR}.x is needed: update the older side")]
+    Version {
+        /// The major version.
+        major: u16,
+        /// The minor version.
+        minor: u16,
+    },
+    /// It is not ready, or has failed.
+    #[error("the device is not ready: status {0:?}")]
+    Status(DeviceStatus),
+    /// Its registers contradict each other or the memory.
+    #[error("the device's registers are wrong: {0}")]
+    Registers(#[from] BarError),
+    /// Its registers hold a stride or a profile that is not.
+    #[error("register {offset:#x} of the device holds {value:#x}, which no device of this version has there")]
+    Value {
+        /// The register's offset.
+        offset: usize,
+        /// What it holds.
+        value: u64,
+    },
+}
+
+/// What a host has read from a device's registers, and checked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Identity {
+    /// The device's life.
+    pub boot_id: BootId,
+    /// The minor version of its layout.
+    pub version_minor: u16,
+    /// What it has.
+    pub features: Features,
+    /// What its engine can do; the limits of its own queues are not told.
+    pub dma: Capabilities,
+}
+
+/// A function's memory.
+#[derive(Debug, Clone, Copy)]
+pub struct Bar<'a> {
+    base: NonNull<u8>,
+    queues: u32,
+    depth: u32,
+    memory: PhantomData<&'a [AtomicU64]>,
+}
+
+// SAFETY: all accesses are to atomics, or volatile ones to registers that one side alone writes; see `Bar::create`.
+unsafe impl Send for Bar<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Bar<'_> {}
+
+/// One queue of a function.
+#[derive(Debug, Clone, Copy)]
+pub struct Queue<'a> {
+    /// From host to device.
+    pub submissions: SharedRing<'a, SUBMISSION_WORDS>,
+    /// From device to host.
+    pub completions: SharedRing<'a, COMPLETION_WORDS>,
+    /// What wakes the device.
+    pub device_bell: Doorbell<&'a AtomicU32>,
+    /// What wakes the host.
+    pub host_bell: Doorbell<&'a AtomicU32>,
+}
+
+impl<'a> Bar<'a> {
+    /// Make a function in zeroed memory, as its device, and say that it is ready.
+    ///
+    /// # Errors
+    /// [`BarError`].
+    pub fn create(memory: &'a [AtomicU64], config: &FunctionConfig) -> Result<Self, BarError> {
+        let bar = Self::in_memory(memory, config.queues, config.depth)?;
+        let registers = bar.registers();
+        registers.magic().write(MAGIC.to_le());
+        registers.version().write((u32::from(VERSION_MAJOR) << 16 | u32::from(VERSION_MINOR)).to_le());
+        registers.boot_id().write(config.boot_id.0.to_le());
+        registers.bar_len_bytes().write((bar_len_bytes(config.queues, config.depth) as u64).to_le());
+        registers.features().write(config.features.bits().to_le());
+        registers.queue_count().write(config.queues.to_le());
+        registers.queue_depth().write(config.depth.to_le());
+        registers.queue_stride_bytes().write((queue_stride_bytes(config.depth) as u32).to_le());
+        registers.dma_profile().write((config.dma.profile as u32).to_le());
+        registers.dma_dtypes().write(config.dma.dtypes.bits().to_le());
+        registers.dma_ops().write(config.dma.ops.bits().to_le());
+        registers.dma_alignment_bytes().write(config.dma.alignment_bytes.to_le());
+        registers.dma_max_len_bytes().write(config.dma.max_len_bytes.to_le());
+        bar.set_status(DeviceStatus::READY);
+        Ok(bar)
+    }
+
+    /// Look at a function as its host: check every register, and trust none of them again.
+    ///
+    /// # Errors
+    /// [`ProbeError`].
+    pub fn probe(memory: &'a [AtomicU64]) -> Result<(Self, Identity), ProbeError> {
+        // Enough for the registers; a BAR of one queue less than there can be is too short below.
+        let registers = Self::in_memory(memory, 2, DEPTH_MIN)?;
+        let status = registers.status();
+        let read = registers.registers();
+        let magic = u32::from_le(read.magic().read());
+        if magic != MAGIC {
+            return Err(ProbeError::Magic(magic));
+        }
+        let version = u32::from_le(read.version().read());
+        let (major, minor) = ((version >> 16) as u16, version as u16);
+        if major != VERSION_MAJOR {
+            return Err(ProbeError::Version { major, minor });
+        }
+        if !status.contains(DeviceStatus::READY) || status.contains(DeviceStatus::FAILED) {
+            return Err(ProbeError::Status(status));
+        }
+        let depth = u32::from_le(read.queue_depth().read());
+        let bar = Self::in_memory(memory, u32::from_le(read.queue_count().read()), depth)?;
+        let expect =
+            |offset, value: u64, holds: bool| if holds { Ok(()) } else { Err(ProbeError::Value { offset, value }) };
+        let stride = u32::from_le(read.queue_stride_bytes().read());
+        expect(0x28, stride.into(), stride as usize == queue_stride_bytes(depth))?;
+        let len_bytes = u64::from_le(read.bar_len_bytes().read());
+        expect(0x10, len_bytes, len_bytes == bar_len_bytes(bar.queues, depth) as u64)?;
+        let number = u32::from_le(read.dma_profile().read());
+        let profile = Profile::ALL.into_iter().find(|&profile| profile as u32 == number);
+        let profile = profile.ok_or(ProbeError::Value { offset: 0x30, value: number.into() })?;
+        let alignment_bytes = u32::from_le(read.dma_alignment_bytes().read());
+        expect(0x3c, alignment_bytes.into(), alignment_bytes.is_power_of_two())?;
+        let mut dma = Capabilities::new(profile, 0, 0)
+            .with_alignment(alignment_bytes)
+            .with_max_len(u32::from_le(read.dma_max_len_bytes().read()));
+        dma.dtypes = DtypeSet::from_bits(u32::from_le(read.dma_dtypes().read()));
+        dma.ops = OpSet::from_bits(u32::from_le(read.dma_ops().read()));
+        let identity = Identity {
+            boot_id: BootId(u64::from_le(read.boot_id().read())),
+            version_minor: minor,
+            features: Features::from_bits_truncate(u32::from_le(read.features().read())),
+            dma,
+        };
+        Ok((bar, identity))
+    }
+
+    fn in_memory(memory: &'a [AtomicU64], queues: u32, depth: u32) -> Result<Self, BarError> {
+        let address = memory.as_ptr().addr();
+        if !address.is_multiple_of(BAR_ALIGNMENT_BYTES) {
+            return Err(BarError::Unaligned { address });
+        }
+        let depth_fits = (DEPTH_MIN..=DEPTH_MAX).contains(&depth) && depth.is_power_of_two();
+        if !(2..=QUEUES_MAX).contains(&queues) || !depth_fits {
+            return Err(BarError::Queues { queues, depth });
+        }
+        let (needed, len_bytes) = (bar_len_bytes(queues, depth), size_of_val(memory));
+        if len_bytes < needed {
+            return Err(BarError::TooShort { needed, len_bytes });
+        }
+        Ok(Self { base: NonNull::from(memory).cast(), queues, depth, memory: PhantomData })
+    }
+
+    /// Return how many queues there are, with the admin queue.
+    pub const fn queues(&self) -> u32 {
+        self.queues
+    }
+
+    /// Return the depth of each queue.
+    pub const fn depth(&self) -> u32 {
+        self.depth
+    }
+
+    /// Return a queue; 0 is the admin queue. `None` if there are not as many.
+    ///
+    /// # Panics
+    /// Never: the depths that a BAR can have all make rings.
+    pub fn queue(&self, index: u32) -> Option<Queue<'a>> {
+        if index >= self.queues {
+            return None;
+        }
+        let offset = QUEUES_OFFSET + index as usize * queue_stride_bytes(self.depth);
+        let depth = self.depth as usize;
+        // SAFETY: `in_memory` has checked that all queues lie in the memory, which is borrowed for 'a, and its
+        // alignment, of which all offsets keep at least 128 bytes. Every byte of these types is an atomic or padding,
+        // for which all values are valid.
+        let (head, submissions, completions) = unsafe {
+            let block = self.base.add(offset);
+            let entries = block.add(ENTRIES_OFFSET).cast::<AtomicU64>();
+            (
+                block.cast::<QueueHead>().as_ref(),
+                NonNull::slice_from_raw_parts(entries, depth * SUBMISSION_WORDS).as_ref(),
+                NonNull::slice_from_raw_parts(entries.add(depth * SUBMISSION_WORDS), 2 * depth * COMPLETION_WORDS)
+                    .as_ref(),
+            )
+        };
+        let queue = || -> Result<Queue<'a>, RingError> {
+            Ok(Queue {
+                submissions: SharedRing::new(&head.submissions, submissions)?,
+                completions: SharedRing::new(&head.completions, completions)?,
+                device_bell: Doorbell::new(&head.device_bell.word),
+                host_bell: Doorbell::new(&head.host_bell.word),
+            })
+        };
+        queue().ok()
+    }
+
+    /// Return the device's status; whatever it wrote before is visible afterwards.
+    pub fn status(&self) -> DeviceStatus {
+        let status = DeviceStatus::from_bits_truncate(u32::from_le(self.registers().status().read()));
+        fence(Ordering::Acquire);
+        status
+    }
+
+    /// Set the status, as the device.
+    pub fn set_status(&self, status: DeviceStatus) {
+        fence(Ordering::Release);
+        self.registers().status().write(status.bits().to_le());
+    }
+
+    /// Return the heartbeat: a device whose heartbeat stands still is stuck or gone.
+    pub fn heartbeat(&self) -> u32 {
+        u32::from_le(self.registers().heartbeat().read())
+    }
+
+    /// Set the heartbeat, as the device.
+    pub fn set_heartbeat(&self, beat: u32) {
+        self.registers().heartbeat().write(beat.to_le());
+    }
+
+    /// Return what the host asks for.
+    pub fn control(&self) -> HostControl {
+        let control = HostControl::from_bits_truncate(u32::from_le(self.control_register().read()));
+        fence(Ordering::Acquire);
+        control
+    }
+
+    /// Ask for something, as the host.
+    pub fn set_control(&self, control: HostControl) {
+        fence(Ordering::Release);
+        self.control_register().write(control.bits().to_le());
+    }
+
+    fn registers(&self) -> VolatilePtr<'a, Registers, ReadWrite> {
+        // SAFETY: the registers are the first bytes of the memory, which is borrowed for 'a as atomics, so nobody has
+        // a plain reference to them; any bytes are valid integers.
+        unsafe { VolatilePtr::new(self.base.cast()) }
+    }
+
+    fn control_register(&self) -> VolatilePtr<'a, u32, ReadWrite> {
+        // SAFETY: as above; the offset is in every BAR.
+        unsafe { VolatilePtr::new(self.base.add(CONTROL_OFFSET).cast()) }
+    }
+}

@@ -1,0 +1,120 @@
+//! A ring in memory that another process, or a device, maps as well.
+//!
+//! All words are little-endian atomics, so that a peer that ignores the protocol can spoil values, but not this
+//! side's memory safety. Entries are copied word by word with relaxed order: the indices order them.
+
+use super::Memory;
+use core::mem::offset_of;
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+/// The largest number of places of a ring: far below 2^31, so that index distances are never ambiguous.
+pub const CAPACITY_MAX: u32 = 1 << 16;
+
+/// A word with two cache lines of its own, 128 bytes.
+#[derive(Debug, Default)]
+#[repr(C, align(128))]
+pub struct Line {
+    /// The word.
+    pub word: AtomicU32,
+}
+
+/// The two indices of a ring, 256 bytes.
+///
+/// | offset | size | field | written by |
+/// |---|---|---|---|
+/// | 0x00 | 4 | `produced`: entries ever published, modulo 2^32 | producer |
+/// | 0x80 | 4 | `consumed`: places ever handed back, modulo 2^32 | consumer |
+#[derive(Debug, Default)]
+#[repr(C)]
+pub struct Indices {
+    produced: Line,
+    consumed: Line,
+}
+
+const _: () = assert!(offset_of!(Indices, produced) == 0);
+const _: () = assert!(offset_of!(Indices, consumed) == 0x80);
+const _: () = assert!(size_of::<Indices>() == 0x100);
+
+/// The memory of a ring, borrowed from a mapping.
+#[derive(Debug, Clone, Copy)]
+pub struct SharedRing<'a, const WORDS: usize> {
+    indices: &'a Indices,
+    entries: &'a [AtomicU64],
+    capacity: u32,
+}
+
+/// Why memory can't be a ring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RingError {
+    /// Indices wrap around by masking.
+    #[error("{words} words are not a power of two of entries of {entry_words} words, at most {CAPACITY_MAX}")]
+    Capacity {
+        /// The words of the memory.
+        words: usize,
+        /// The words of an entry.
+        entry_words: usize,
+    },
+}
+
+impl<'a, const WORDS: usize> SharedRing<'a, WORDS> {
+    /// Make a ring of its indices and the words of its entries.
+    ///
+    /// # Errors
+    /// [`RingError::Capacity`] unless the words are a power of two of entries, at most [`CAPACITY_MAX`].
+    pub fn new(indices: &'a Indices, entries: &'a [AtomicU64]) -> Result<Self, RingError> {
+        const { assert!(WORDS > 0, "an entry has words") };
+        let error = RingError::Capacity { words: entries.len(), entry_words: WORDS };
+        let capacity = u32::try_from(entries.len() / WORDS).map_err(|_| error)?;
+        if !entries.len().is_multiple_of(WORDS) || !capacity.is_power_of_two() || capacity > CAPACITY_MAX {
+            return Err(error);
+        }
+        Ok(Self { indices, entries, capacity })
+    }
+
+    /// Make a ring of what [`SharedRing::new`] has taken before.
+    #[cfg(feature = "std")]
+    pub(super) fn from_checked(indices: &'a Indices, entries: &'a [AtomicU64]) -> Self {
+        Self { indices, entries, capacity: (entries.len() / WORDS) as u32 }
+    }
+
+    fn entry(&self, place: u32) -> &'a [AtomicU64] {
+        &self.entries[place as usize * WORDS..][..WORDS]
+    }
+}
+
+impl<const WORDS: usize> Memory<WORDS> for SharedRing<'_, WORDS> {
+    fn capacity(&self) -> u32 {
+        self.capacity
+    }
+
+    fn produced(&self) -> u32 {
+        u32::from_le(self.indices.produced.word.load(Ordering::Acquire))
+    }
+
+    fn set_produced(&self, produced: u32) {
+        self.indices.produced.word.store(produced.to_le(), Ordering::Release);
+    }
+
+    fn consumed(&self) -> u32 {
+        u32::from_le(self.indices.consumed.word.load(Ordering::Acquire))
+    }
+
+    fn set_consumed(&self, consumed: u32) {
+        self.indices.consumed.word.store(consumed.to_le(), Ordering::Release);
+    }
+
+    fn read(&self, place: u32) -> [u64; WORDS] {
+        let mut entry = [0; WORDS];
+        for (to, from) in entry.iter_mut().zip(self.entry(place)) {
+            *to = u64::from_le(from.load(Ordering::Relaxed));
+        }
+        entry
+    }
+
+    fn write(&self, place: u32, entry: &[u64; WORDS]) {
+        for (to, from) in self.entry(place).iter().zip(entry) {
+            to.store(from.to_le(), Ordering::Relaxed);
+        }
+    }
+}

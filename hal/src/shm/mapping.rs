@@ -1,0 +1,286 @@
+//! Anonymous memory that processes share.
+//!
+//! Invariants:
+//! - A mapping lies over a `memfd` that nobody can shrink, grow or unseal any more: every byte of it stays accessible.
+//! - It stays at its address until it is dropped, also when it is severed.
+
+use crate::dma::DmaMemory;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mremap_fixed, munmap};
+use std::ffi::c_void;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::{self, NonNull};
+use std::slice;
+use std::sync::atomic::AtomicU64;
+
+/// What no process may change about shared memory any more.
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// The size of the huge pages that [`Pages::Huge`] asks for.
+const HUGE_PAGE_LEN_BYTES: usize = 2 << 20;
+
+/// What memory is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Pages {
+    /// The system's pages; transparent huge pages where it gives them to shared memory
+    /// (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`).
+    #[default]
+    Normal,
+    /// Pages of 2 MiB from the system's pool (`/proc/sys/vm/nr_hugepages`); an error if it has none.
+    Huge,
+}
+
+/// Why there is no memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum MemoryError {
+    /// The length is 0, or more than is allowed.
+    #[error("shared memory of {len_bytes} bytes is not 1 to {max}")]
+    Length {
+        /// What was asked for, or handed over.
+        len_bytes: u64,
+        /// The most that there may be.
+        max: u64,
+    },
+    /// The memory of a peer could vanish under an access.
+    #[error("the memory that was handed over is not sealed against resizing, or is no memfd")]
+    Unsealed,
+    /// The system refuses.
+    #[error("{call} of {len_bytes} bytes of shared memory: {errno}")]
+    System {
+        /// The system call.
+        call: &'static str,
+        /// The length.
+        len_bytes: u64,
+        /// Why.
+        errno: Errno,
+    },
+}
+
+#[derive(Debug)]
+struct Mapping {
+    base: NonNull<u8>,
+    len_bytes: usize,
+    file: OwnedFd,
+    pages: Pages,
+}
+
+// SAFETY: the mapping belongs to this value; what is done through its address, its users answer for.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    fn create(name: &str, len_bytes: usize, pages: Pages) -> Result<Self, MemoryError> {
+        let max = isize::MAX as u64 - HUGE_PAGE_LEN_BYTES as u64;
+        if len_bytes == 0 || len_bytes as u64 > max {
+            return Err(MemoryError::Length { len_bytes: len_bytes as u64, max });
+        }
+        let (len_bytes, extra) = match pages {
+            Pages::Normal => (len_bytes, MemfdFlags::empty()),
+            Pages::Huge => {
+                (len_bytes.next_multiple_of(HUGE_PAGE_LEN_BYTES), MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB)
+            }
+        };
+        let failed = |call| move |errno| MemoryError::System { call, len_bytes: len_bytes as u64, errno };
+        let file = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | extra)
+            .map_err(failed("memfd_create"))?;
+        ftruncate(&file, len_bytes as u64).map_err(failed("ftruncate"))?;
+        fcntl_add_seals(&file, SEALS).map_err(failed("fcntl(F_ADD_SEALS)"))?;
+        Self::map(file, len_bytes, pages)
+    }
+
+    /// Map memory that a peer has handed over.
+    fn open(file: OwnedFd, max_len_bytes: u64) -> Result<Self, MemoryError> {
+        // Not a memfd: no seals, and an error.
+        if !fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SEALS)) {
+            return Err(MemoryError::Unsealed);
+        }
+        let failed = |errno| MemoryError::System { call: "fstat", len_bytes: 0, errno };
+        let len_bytes = u64::try_from(fstat(&file).map_err(failed)?.st_size).unwrap_or(0);
+        let max = max_len_bytes.min(isize::MAX as u64);
+        if len_bytes == 0 || len_bytes > max {
+            return Err(MemoryError::Length { len_bytes, max });
+        }
+        Self::map(file, len_bytes as usize, Pages::Normal)
+    }
+
+    fn map(file: OwnedFd, len_bytes: usize, pages: Pages) -> Result<Self, MemoryError> {
+        // SAFETY: a new mapping, at an address that the system chooses.
+        let base =
+            unsafe { mmap(ptr::null_mut(), len_bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0) };
+        let failed = |errno| MemoryError::System { call: "mmap", len_bytes: len_bytes as u64, errno };
+        let base = NonNull::new(base.map_err(failed)?.cast()).ok_or(failed(Errno::INVAL))?;
+        let mapping = Self { base, len_bytes, file, pages };
+        // Hints: larger pages, and no page faults later. The system may not know them, and need not follow them.
+        for hint in [Advice::LinuxHugepage, Advice::LinuxPopulateWrite] {
+            // SAFETY: the range is the mapping's; the advice changes no contents.
+            let _ = unsafe { madvise(mapping.base.as_ptr().cast::<c_void>(), len_bytes, hint) };
+        }
+        Ok(mapping)
+    }
+
+    /// Put fresh memory with the same contents at the same address.
+    fn sever(&mut self) -> Result<(), MemoryError> {
+        let fresh = Self::create("sumac-severed", self.len_bytes, self.pages)?;
+        let (len_bytes, from, to) = (self.len_bytes, fresh.base.as_ptr().cast(), self.base.as_ptr().cast());
+        // SAFETY: both mappings are `len_bytes` long. That a device still writes to one of them makes the copy a
+        // mixture of old and new where it does, as any read of such memory is.
+        unsafe { ptr::copy_nonoverlapping(self.base.as_ptr(), fresh.base.as_ptr(), len_bytes) };
+        let flags = MremapFlags::MAYMOVE;
+        // SAFETY: the fresh mapping moves over this one, in one step; both are of the same length, and nobody else
+        // knows the fresh one.
+        let moved = unsafe { mremap_fixed(from, len_bytes, len_bytes, flags, to) };
+        moved.map_err(|errno| MemoryError::System { call: "mremap", len_bytes: len_bytes as u64, errno })?;
+        // Its mapping is this one's now; of the fresh one only the file is left to take.
+        let fresh = std::mem::ManuallyDrop::new(fresh);
+        // SAFETY: read once, from a value that is not dropped.
+        self.file = unsafe { ptr::read(&fresh.file) };
+        Ok(())
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this value's own. It can fail only for a range that is none.
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len_bytes) };
+    }
+}
+
+/// Memory for data, which a device's engine reads and writes.
+#[derive(Debug)]
+pub struct Region {
+    mapping: Mapping,
+}
+
+// SAFETY: the mapping is sealed, so it stays accessible, and `Region` gives out no reference unless its user promises.
+unsafe impl DmaMemory for Region {
+    fn base(&self) -> NonNull<u8> {
+        self.mapping.base
+    }
+
+    fn len_bytes(&self) -> usize {
+        self.mapping.len_bytes
+    }
+}
+
+impl Region {
+    /// Make zeroed memory; huge pages make its length a multiple of 2 MiB.
+    ///
+    /// # Errors
+    /// [`MemoryError`].
+    pub fn create(len_bytes: usize, pages: Pages) -> Result<Self, MemoryError> {
+        Ok(Self { mapping: Mapping::create("sumac-region", len_bytes, pages)? })
+    }
+
+    /// Map what a peer has handed over, if it is at most `max_len_bytes` long and nobody can resize it.
+    ///
+    /// # Errors
+    /// [`MemoryError`].
+    pub fn open(file: OwnedFd, max_len_bytes: u64) -> Result<Self, MemoryError> {
+        Ok(Self { mapping: Mapping::open(file, max_len_bytes)? })
+    }
+
+    /// Return the descriptor, to hand over.
+    pub fn file(&self) -> BorrowedFd<'_> {
+        self.mapping.file.as_fd()
+    }
+
+    /// Cut this memory off from everybody who has mapped it: afterwards it has the same contents at the same address,
+    /// and what others write goes elsewhere. It is the fence of PROTOCOL 6 against a device that can't be ended; what
+    /// the device was writing meanwhile is a mixture of old and new. Hand it over anew to whoever shall have it.
+    ///
+    /// # Errors
+    /// [`MemoryError`], and then nothing has changed.
+    pub fn sever(&mut self) -> Result<(), MemoryError> {
+        self.mapping.sever()
+    }
+
+    /// Copy bytes in. What an engine reads there meanwhile is a mixture of old and new.
+    ///
+    /// # Panics
+    /// If they do not fit.
+    #[track_caller]
+    pub fn write(&self, offset_bytes: usize, bytes: &[u8]) {
+        let at = self.at(offset_bytes, bytes.len());
+        // SAFETY: `at` has checked the bounds; `bytes` can't overlap memory that has no references.
+        unsafe { at.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+    }
+
+    /// Copy bytes out: a mixture of old and new where an engine writes meanwhile.
+    ///
+    /// # Panics
+    /// If there are not as many.
+    #[track_caller]
+    pub fn read(&self, offset_bytes: usize, bytes: &mut [u8]) {
+        let at = self.at(offset_bytes, bytes.len());
+        // SAFETY: as above.
+        unsafe { at.copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len()) };
+    }
+
+    /// Borrow the memory.
+    ///
+    /// # Safety
+    /// For as long as the slice lives, nobody else writes to the memory: no descriptor that names it is in flight, in
+    /// this process or another.
+    pub unsafe fn as_slice(&self) -> &[u8] {
+        // SAFETY: the mapping is valid, and the caller keeps writers out.
+        unsafe { slice::from_raw_parts(self.mapping.base.as_ptr(), self.mapping.len_bytes) }
+    }
+
+    /// Borrow the memory to write to it.
+    ///
+    /// # Safety
+    /// For as long as the slice lives, nobody else reads or writes the memory: no descriptor that names it is in
+    /// flight, in this process or another.
+    pub unsafe fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: the mapping is valid, and the caller keeps everybody else out.
+        unsafe { slice::from_raw_parts_mut(self.mapping.base.as_ptr(), self.mapping.len_bytes) }
+    }
+
+    #[track_caller]
+    fn at(&self, offset_bytes: usize, len_bytes: usize) -> *mut u8 {
+        let whole = self.mapping.len_bytes;
+        let fits = offset_bytes.checked_add(len_bytes).is_some_and(|end| end <= whole);
+        assert!(fits, "{len_bytes} bytes at {offset_bytes} reach beyond {whole} bytes");
+        self.mapping.base.as_ptr().wrapping_add(offset_bytes)
+    }
+}
+
+/// Memory of registers, rings and doorbells, which both sides write at the same time: atomics.
+#[derive(Debug)]
+pub struct BarMemory {
+    mapping: Mapping,
+}
+
+impl BarMemory {
+    /// Make zeroed memory for a BAR, as its device.
+    ///
+    /// # Errors
+    /// [`MemoryError`].
+    pub fn create(len_bytes: usize) -> Result<Self, MemoryError> {
+        Ok(Self { mapping: Mapping::create("sumac-bar", len_bytes.next_multiple_of(8), Pages::Normal)? })
+    }
+
+    /// Map the BAR that a device has handed over, if it is at most `max_len_bytes` long and nobody can resize it.
+    ///
+    /// # Errors
+    /// [`MemoryError`].
+    pub fn open(file: OwnedFd, max_len_bytes: u64) -> Result<Self, MemoryError> {
+        Ok(Self { mapping: Mapping::open(file, max_len_bytes)? })
+    }
+
+    /// Return the descriptor, to hand over.
+    pub fn file(&self) -> BorrowedFd<'_> {
+        self.mapping.file.as_fd()
+    }
+
+    /// Return the memory.
+    pub fn words(&self) -> &[AtomicU64] {
+        // SAFETY: the mapping is page-aligned and stays accessible; all access to it, here and elsewhere, is to be by
+        // atomics, and what a peer does instead can spoil values only.
+        unsafe { slice::from_raw_parts(self.mapping.base.as_ptr().cast(), self.mapping.len_bytes / 8) }
+    }
+}

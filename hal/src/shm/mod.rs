@@ -1,0 +1,27 @@
+//! The bus between processes of one machine: shared memory, doorbells that are futexes, and what is handed over.
+//!
+//! A device process listens on a [`Listener`]. A rank connects, gets the memory of its function ([`BarMemory`], see
+//! [`mmio`](crate::mmio)), and hands over memory of its own ([`Region`]) for the device's DMA engine: what PCIe does by
+//! enumeration and by the IOMMU. All of it travels as file descriptors through the socket (`SCM_RIGHTS`), and the
+//! memory is `memfd`s: nothing has a name, so nothing is left behind, whoever is killed at whatever moment.
+//!
+//! Invariants:
+//! - Memory of others is mapped only if it is sealed against being resized, so that no access can fault.
+//! - [`Region`]s are for engines and have no Rust references into them; [`BarMemory`] is atomics.
+//! - Only processes of the same user, or of the superuser, are talked to. Which rank one is, its token has to prove to
+//!   who handed the token out.
+//! - A peer's death is seen: the socket hangs up, and [`Peer`] tells by its process.
+
+mod function;
+mod mapping;
+mod peer;
+mod socket;
+#[cfg(test)]
+mod tests;
+mod wait;
+
+pub use function::{Function, FunctionError, FunctionQueue, FunctionRing};
+pub use mapping::{BarMemory, MemoryError, Pages, Region};
+pub use peer::{Peer, PeerError};
+pub use socket::{Connection, Listener, Message, Received, SocketError};
+pub use wait::{SLEEPER_BELLS_MAX, WaitError, Waiter, ring};

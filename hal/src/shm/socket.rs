@@ -1,0 +1,313 @@
+//! How a rank and a device find each other and hand memory over.
+//!
+//! A socket of the abstract namespace: it has no file, and goes with its process. Messages are 32 bytes, little-endian:
+//!
+//! | offset | size | field |
+//! |---|---|---|
+//! | 0 | 4 | magic "SUMS" |
+//! | 4 | 2 | version, 1 |
+//! | 6 | 2 | kind: 1 attach, 2 function, 3 memory, 4 refused |
+//! | 8 | 8 | attach: rank; memory: handle; refused: reason |
+//! | 16 | 8 | attach: token |
+//! | 24 | 8 | 0 |
+//!
+//! Functions and memory come with one file descriptor; the others with none.
+
+use super::peer::{Peer, PeerError};
+use crate::ids::Rank;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::sockopt::socket_peercred;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen, recvmsg, sendmsg,
+    socket_with,
+};
+use rustix::process::geteuid;
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+const MESSAGE_LEN: usize = 32;
+const MAGIC: [u8; 4] = *b"SUMS";
+const VERSION: u16 = 1;
+
+/// Ranks that may wait to be accepted.
+const BACKLOG: i32 = 128;
+
+/// What goes through the socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Message {
+    /// From a rank, first of all: who it is, and what proves it.
+    Attach {
+        /// Who.
+        rank: Rank,
+        /// What its controller has given it.
+        token: u64,
+    },
+    /// From the device: the rank's function. With a descriptor.
+    Function,
+    /// From a rank: memory to register under this handle. With a descriptor.
+    Memory {
+        /// What [`AdminCommand::Register`](crate::mmio::AdminCommand::Register) will call it.
+        handle: u64,
+    },
+    /// From the device: no.
+    Refused {
+        /// Why, by the device's numbers.
+        reason: u64,
+    },
+}
+
+/// A message, and the descriptor that came with it.
+#[derive(Debug)]
+pub struct Received {
+    /// The message.
+    pub message: Message,
+    /// The descriptor; there if and only if the message has one.
+    pub file: Option<OwnedFd>,
+}
+
+/// Why two processes do not talk.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SocketError {
+    /// The name is taken, too long, or nobody listens there.
+    #[error("device '{name}': {call}: {errno}")]
+    Name {
+        /// The device's name.
+        name: String,
+        /// The system call.
+        call: &'static str,
+        /// Why.
+        errno: Errno,
+    },
+    /// Somebody else's process.
+    #[error("process {pid} belongs to user {uid}: run device and ranks as one user")]
+    User {
+        /// The process.
+        pid: i32,
+        /// Its user.
+        uid: u32,
+    },
+    /// The peer's process can't be watched.
+    #[error(transparent)]
+    Peer(#[from] PeerError),
+    /// The other side is gone.
+    #[error("the other side has closed the connection")]
+    Closed,
+    /// Nothing came in time.
+    #[error("no message within {0:?}")]
+    Timeout(Duration),
+    /// What came is no message, or lacks its descriptor.
+    #[error("what came is no message of this version")]
+    Malformed,
+    /// The system refuses.
+    #[error("{call}: {errno}")]
+    System {
+        /// The system call.
+        call: &'static str,
+        /// Why.
+        errno: Errno,
+    },
+}
+
+/// Where a device waits for ranks.
+#[derive(Debug)]
+pub struct Listener {
+    socket: OwnedFd,
+}
+
+/// A connection between a rank and a device.
+#[derive(Debug)]
+pub struct Connection {
+    socket: OwnedFd,
+    peer: Peer,
+}
+
+fn open(name: &str) -> Result<(OwnedFd, SocketAddrUnix), SocketError> {
+    let failed = |call| move |errno| SocketError::Name { name: name.into(), call, errno };
+    let addr = SocketAddrUnix::new_abstract_name(name.as_bytes()).map_err(failed("name"))?;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+    Ok((socket.map_err(failed("socket"))?, addr))
+}
+
+impl Listener {
+    /// Listen under a name of the machine's (of its network namespace's) abstract sockets.
+    ///
+    /// # Errors
+    /// [`SocketError::Name`].
+    pub fn bind(name: &str) -> Result<Self, SocketError> {
+        let failed = |call| move |errno| SocketError::Name { name: name.into(), call, errno };
+        let (socket, addr) = open(name)?;
+        bind(&socket, &addr).map_err(failed("bind"))?;
+        listen(&socket, BACKLOG).map_err(failed("listen"))?;
+        Ok(Self { socket })
+    }
+
+    /// Wait for the next rank; `None` if none has come within `timeout`.
+    ///
+    /// # Errors
+    /// [`SocketError`]; of a rank that may not, or is gone already: the next one may be welcome.
+    pub fn accept(&self, timeout: Duration) -> Result<Option<Connection>, SocketError> {
+        if !readable(self.socket.as_fd(), timeout)? {
+            return Ok(None);
+        }
+        let socket = accept_with(&self.socket, SocketFlags::CLOEXEC);
+        let socket = socket.map_err(|errno| SocketError::System { call: "accept", errno })?;
+        Connection::new(socket).map(Some)
+    }
+}
+
+impl AsFd for Listener {
+    /// Readable when a rank waits.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Connection {
+    /// Connect to the device of a name.
+    ///
+    /// # Errors
+    /// [`SocketError`].
+    pub fn open(name: &str) -> Result<Self, SocketError> {
+        let (socket, addr) = open(name)?;
+        let failed = |errno| SocketError::Name { name: name.into(), call: "connect", errno };
+        connect(&socket, &addr).map_err(failed)?;
+        Self::new(socket)
+    }
+
+    fn new(socket: OwnedFd) -> Result<Self, SocketError> {
+        let failed = |errno| SocketError::System { call: "getsockopt(SO_PEERCRED)", errno };
+        let credentials = socket_peercred(&socket).map_err(failed)?;
+        let (ours, theirs) = (geteuid(), credentials.uid);
+        if !(theirs == ours || theirs.is_root() || ours.is_root()) {
+            let pid = credentials.pid.as_raw_nonzero().get();
+            return Err(SocketError::User { pid, uid: theirs.as_raw() });
+        }
+        let peer = Peer::open(credentials.pid)?;
+        Ok(Self { socket, peer })
+    }
+
+    /// Return the process on the other side.
+    pub fn peer(&self) -> &Peer {
+        &self.peer
+    }
+
+    /// Send a message, with a descriptor if it is of a kind that has one.
+    ///
+    /// # Errors
+    /// [`SocketError`]; [`SocketError::Malformed`] if there is a descriptor too many or too few.
+    pub fn send(&self, message: &Message, file: Option<BorrowedFd<'_>>) -> Result<(), SocketError> {
+        if message.has_file() != file.is_some() {
+            return Err(SocketError::Malformed);
+        }
+        let bytes = message.emit();
+        let files: Vec<_> = file.into_iter().collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !files.is_empty() {
+            // There is room for one.
+            control.push(SendAncillaryMessage::ScmRights(&files));
+        }
+        match sendmsg(&self.socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL) {
+            Ok(_) => Ok(()),
+            Err(Errno::PIPE | Errno::CONNRESET) => Err(SocketError::Closed),
+            Err(errno) => Err(SocketError::System { call: "sendmsg", errno }),
+        }
+    }
+
+    /// Wait for the next message.
+    ///
+    /// # Errors
+    /// [`SocketError`]; after [`SocketError::Malformed`] the peer is not to be believed any more.
+    pub fn receive(&self, timeout: Duration) -> Result<Received, SocketError> {
+        if !readable(self.socket.as_fd(), timeout)? {
+            return Err(SocketError::Timeout(timeout));
+        }
+        let mut bytes = [0; MESSAGE_LEN + 1];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let received = recvmsg(&self.socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC);
+        let len = match received {
+            Ok(received) => received.bytes,
+            Err(Errno::CONNRESET) => 0,
+            Err(errno) => return Err(SocketError::System { call: "recvmsg", errno }),
+        };
+        // Descriptors beyond the first have no room and are closed by the kernel; these close when dropped.
+        let mut files = control.drain().filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(files) => Some(files),
+            _ => None,
+        });
+        let file = files.by_ref().flatten().next();
+        match len {
+            0 => Err(SocketError::Closed),
+            MESSAGE_LEN => {
+                let message = Message::parse(&bytes).ok_or(SocketError::Malformed)?;
+                if message.has_file() == file.is_some() {
+                    Ok(Received { message, file })
+                } else {
+                    Err(SocketError::Malformed)
+                }
+            }
+            _ => Err(SocketError::Malformed),
+        }
+    }
+}
+
+impl AsFd for Connection {
+    /// Readable when a message is there, or the other side is gone.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Message {
+    const fn has_file(&self) -> bool {
+        matches!(self, Self::Function | Self::Memory { .. })
+    }
+
+    fn emit(&self) -> [u8; MESSAGE_LEN] {
+        let (kind, value, token) = match *self {
+            Self::Attach { rank, token } => (1_u16, u64::from(rank.0), token),
+            Self::Function => (2, 0, 0),
+            Self::Memory { handle } => (3, handle, 0),
+            Self::Refused { reason } => (4, reason, 0),
+        };
+        let mut bytes = [0; MESSAGE_LEN];
+        bytes[..4].copy_from_slice(&MAGIC);
+        bytes[4..6].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[6..8].copy_from_slice(&kind.to_le_bytes());
+        bytes[8..16].copy_from_slice(&value.to_le_bytes());
+        bytes[16..24].copy_from_slice(&token.to_le_bytes());
+        bytes
+    }
+
+    fn parse(bytes: &[u8]) -> Option<Self> {
+        let bytes: &[u8; MESSAGE_LEN] = bytes.first_chunk()?;
+        let word = |at: usize| bytes[at..].first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
+        let (value, token) = (word(8)?, word(16)?);
+        let message = match bytes[6] {
+            1 => Self::Attach { rank: Rank(u32::try_from(value).ok()?), token },
+            2 => Self::Function,
+            3 => Self::Memory { handle: value },
+            4 => Self::Refused { reason: value },
+            _ => return None,
+        };
+        // Magic, version and everything that has no meaning.
+        (message.emit() == *bytes).then_some(message)
+    }
+}
+
+fn readable(socket: BorrowedFd<'_>, timeout: Duration) -> Result<bool, SocketError> {
+    let timeout = Timespec::try_from(timeout).ok();
+    let mut fds = [PollFd::new(&socket, PollFlags::IN)];
+    match poll(&mut fds, timeout.as_ref()) {
+        Ok(ready) => Ok(ready > 0),
+        Err(Errno::INTR) => Ok(false),
+        Err(errno) => Err(SocketError::System { call: "poll", errno }),
+    }
+}

@@ -1,0 +1,170 @@
+//! Shared memory, sockets and doorbells; between processes where it takes two.
+//!
+//! The other process is this test program again, with `other_process` as its only test and a role in its environment.
+
+#[cfg(feature = "emu")]
+mod by_reference;
+mod processes;
+
+use super::*;
+use crate::dma::DmaMemory;
+use crate::ids::Rank;
+use crate::ring::{Doorbell, Patience};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+/// Long enough for a machine that does something else first; a test that works never waits for it.
+const LONG: Duration = Duration::from_secs(60);
+
+fn unique_name() -> String {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    format!("sumac-test-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+fn duplicate(file: std::os::fd::BorrowedFd<'_>) -> OwnedFd {
+    file.try_clone_to_owned().expect("a descriptor")
+}
+
+fn bytes_of(region: &Region, offset_bytes: usize, len_bytes: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len_bytes];
+    region.read(offset_bytes, &mut bytes);
+    bytes
+}
+
+#[test]
+fn a_region_is_one_memory_for_all_who_map_it() {
+    let ours = Region::create(10_000, Pages::Normal).expect("memory");
+    let theirs = Region::open(duplicate(ours.file()), 10_000).expect("it is sealed");
+    assert_ne!(ours.base(), theirs.base());
+    assert_eq!((ours.len_bytes(), theirs.len_bytes()), (10_000, 10_000));
+    ours.write(9_990, &[1, 2, 3]);
+    assert_eq!(bytes_of(&theirs, 9_989, 5), [0, 1, 2, 3, 0]);
+    // SAFETY: nobody else has this memory.
+    assert_eq!(unsafe { theirs.as_slice() }[9_991], 2);
+}
+
+#[test]
+#[should_panic(expected = "2 bytes at 9999 reach beyond 10000 bytes")]
+fn a_region_ends_where_it_ends() {
+    Region::create(10_000, Pages::Normal).expect("memory").write(9_999, &[0; 2]);
+}
+
+#[test]
+fn nobody_resizes_a_region() {
+    let region = Region::create(10_000, Pages::Normal).expect("memory");
+    for len_bytes in [0, 5_000, 20_000] {
+        assert!(ftruncate(region.file(), len_bytes).is_err());
+    }
+}
+
+#[test]
+fn memory_that_could_vanish_is_refused() {
+    let memfd = |flags| {
+        let file = memfd_create("test", MemfdFlags::CLOEXEC | flags).expect("memory");
+        ftruncate(&file, 4096).expect("memory");
+        file
+    };
+    let refused = |file| Region::open(file, 4096).expect_err("it can be resized");
+    assert_eq!(refused(memfd(MemfdFlags::empty())), MemoryError::Unsealed);
+    assert_eq!(refused(memfd(MemfdFlags::ALLOW_SEALING)), MemoryError::Unsealed);
+    let half = memfd(MemfdFlags::ALLOW_SEALING);
+    fcntl_add_seals(&half, SealFlags::GROW | SealFlags::SEAL).expect("seals");
+    assert_eq!(refused(half), MemoryError::Unsealed);
+    let (no_memory, _writer) = rustix::pipe::pipe().expect("a pipe");
+    assert_eq!(refused(no_memory), MemoryError::Unsealed);
+    let region = Region::create(4097, Pages::Normal).expect("memory");
+    let error = Region::open(duplicate(region.file()), 4096).expect_err("it is longer");
+    assert_eq!(error, MemoryError::Length { len_bytes: 4097, max: 4096 });
+    assert!(matches!(Region::create(0, Pages::Normal), Err(MemoryError::Length { len_bytes: 0, .. })));
+}
+
+#[test]
+fn severed_memory_keeps_address_and_contents_and_loses_its_sharers() {
+    let mut ours = Region::create(10_000, Pages::Normal).expect("memory");
+    let device = Region::open(duplicate(ours.file()), 10_000).expect("it is sealed");
+    ours.write(100, b"before");
+    let base = ours.base();
+    ours.sever().expect("memory");
+    device.write(100, b"zombie");
+    assert_eq!((ours.base(), bytes_of(&ours, 100, 6)), (base, b"before".to_vec()));
+    ours.write(100, b"after ");
+    assert_eq!(bytes_of(&device, 100, 6), b"zombie");
+    // What is handed over from now on is the fresh memory, sealed as well.
+    let next = Region::open(duplicate(ours.file()), 10_000).expect("it is sealed");
+    assert_eq!(bytes_of(&next, 100, 6), b"after ");
+    drop((device, next));
+    assert_eq!(bytes_of(&ours, 100, 6), b"after ");
+}
+
+#[test]
+fn messages_arrive_whole_with_their_descriptor() {
+    let name = unique_name();
+    let listener = Listener::bind(&name).expect("a free name");
+    assert!(matches!(Listener::bind(&name), Err(SocketError::Name { call: "bind", .. })));
+    let rank = Connection::open(&name).expect("somebody listens");
+    let device = listener.accept(LONG).expect("welcome").expect("somebody waits");
+    assert_eq!((rank.peer().pid(), device.peer().pid()), (std::process::id() as i32, std::process::id() as i32));
+
+    let region = Region::create(4096, Pages::Normal).expect("memory");
+    region.write(0, b"handed over");
+    let attach = Message::Attach { rank: Rank(3), token: u64::MAX };
+    rank.send(&attach, None).expect("it is open");
+    rank.send(&Message::Memory { handle: 9 }, Some(region.file())).expect("it is open");
+    let received = device.receive(LONG).expect("a message");
+    assert_eq!((received.message, received.file.is_some()), (attach, false));
+    let received = device.receive(LONG).expect("a message");
+    assert_eq!(received.message, Message::Memory { handle: 9 });
+    let theirs = Region::open(received.file.expect("memory comes with it"), 4096).expect("it is sealed");
+    assert_eq!(bytes_of(&theirs, 0, 11), b"handed over");
+
+    assert!(matches!(rank.send(&attach, Some(region.file())), Err(SocketError::Malformed)));
+    assert!(matches!(rank.send(&Message::Function, None), Err(SocketError::Malformed)));
+    assert!(matches!(device.receive(Duration::ZERO), Err(SocketError::Timeout(_))));
+    drop(rank);
+    assert!(matches!(device.receive(LONG), Err(SocketError::Closed)));
+    assert!(matches!(device.send(&Message::Refused { reason: 1 }, None), Err(SocketError::Closed)));
+    drop((device, listener));
+    assert!(matches!(Connection::open(&name), Err(SocketError::Name { call: "connect", .. })));
+}
+
+#[test]
+fn garbage_is_no_message() {
+    use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketType, connect, send, socket};
+    let name = unique_name();
+    let listener = Listener::bind(&name).expect("a free name");
+    let rank = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).expect("a socket");
+    connect(&rank, &SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("short")).expect("somebody listens");
+    let device = listener.accept(LONG).expect("welcome").expect("somebody waits");
+    let mut good = [0; 32];
+    good[..8].copy_from_slice(b"SUMS\x01\0\x04\0");
+    let mut cases = vec![vec![0; 32], good[..31].to_vec(), [&good[..], &[0]].concat(), vec![0xff; 4096]];
+    for (at, value) in [(0, 0), (4, 2), (5, 1), (6, 5), (7, 1), (16, 1), (31, 1), (6, 2), (6, 3)] {
+        let mut bad = good;
+        bad[at] = value;
+        cases.push(bad.to_vec());
+    }
+    for case in cases {
+        send(&rank, &case, SendFlags::empty()).expect("it is open");
+        assert!(matches!(device.receive(LONG), Err(SocketError::Malformed)), "{case:?}");
+    }
+    send(&rank, &good, SendFlags::empty()).expect("it is open");
+    assert_eq!(device.receive(LONG).expect("a message").message, Message::Refused { reason: 0 });
+}
+
+#[test]
+fn a_wait_without_news_ends_at_its_deadline_and_needs_a_bell_to_sleep_on() {
+    let word = AtomicU32::new(0);
+    let waiter = Waiter::new(Patience::NONE);
+    let soon = Some(Instant::now() + Duration::from_millis(1));
+    assert_eq!(waiter.wait(&[Doorbell::new(&word)], soon, || false), Ok(false));
+    let bells = [Doorbell::new(&word); SLEEPER_BELLS_MAX + 1];
+    let soon = Some(Instant::now() + Duration::from_millis(1));
+    assert_eq!(waiter.wait(&bells[..2], soon, || false), Ok(false));
+    let late = Some(Instant::now() + LONG);
+    assert_eq!(waiter.wait(&[], late, || false), Err(WaitError::Bells(0)));
+    assert_eq!(waiter.wait(&bells, late, || false), Err(WaitError::Bells(SLEEPER_BELLS_MAX + 1)));
+    assert_eq!(waiter.wait(&[], late, || true), Ok(true), "news need no sleep");
+    assert_eq!(word.load(Ordering::Relaxed), 0, "nobody sleeps");
+}

@@ -1,0 +1,249 @@
+//! Two processes and more: queues that carry everything whoever sleeps, and deaths that are seen.
+
+use super::*;
+use crate::dma::{Capabilities, Profile};
+use crate::ids::{BootId, ChunkNo, Epoch, GroupId};
+use crate::mmio::AdminCommand;
+use crate::mmio::{CompletionEntry, EntryStatus, Features, FunctionConfig, SubmissionEntry};
+use crate::ring::{Consumer, Producer};
+use std::process::{Child, Command, Stdio};
+
+/// Entries that a rank submits; more than the rings hold by far.
+const ENTRIES: u64 = 20_000;
+
+/// The other process, which ends with the test in any case.
+pub(super) struct Other(Child);
+
+impl Other {
+    /// Start this program as `role`, to talk to the device `name`.
+    pub(super) fn start(role: &str, name: &str) -> Self {
+        let program = std::env::current_exe().expect("the test program");
+        let child = Command::new(program)
+            .args(["--exact", "--ignored", "--nocapture", "shm::tests::processes::other_process"])
+            .env("SUMAC_TEST_ROLE", role)
+            .env("SUMAC_TEST_DEVICE", name)
+            .stdout(Stdio::null())
+            .spawn();
+        Self(child.expect("a process"))
+    }
+
+    pub(super) fn succeeded(mut self) -> bool {
+        self.0.wait().expect("it is ours").success()
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        // It may have ended; both calls then do nothing.
+        let _ = (self.0.kill(), self.0.wait());
+    }
+}
+
+#[test]
+#[ignore = "the other process of other tests"]
+fn other_process() {
+    let role = std::env::var("SUMAC_TEST_ROLE").expect("started by a test");
+    let name = std::env::var("SUMAC_TEST_DEVICE").expect("started by a test");
+    match role.as_str() {
+        "submit" => submit(&name),
+        "wait for ever" => {
+            let device = Connection::open(&name).expect("a device");
+            device.send(&Message::Attach { rank: Rank(0), token: 0 }, None).expect("it is open");
+            assert!(matches!(device.receive(LONG), Err(SocketError::Closed)));
+        }
+        "write" => write(&name),
+        #[cfg(feature = "emu")]
+        "reduce" => by_reference::rank(&name),
+        role => panic!("no role is called {role}"),
+    }
+}
+
+pub(super) fn config() -> FunctionConfig {
+    FunctionConfig {
+        boot_id: BootId(1),
+        features: Features::BY_REFERENCE,
+        queues: 2,
+        depth: 8,
+        dma: Capabilities::new(Profile::Full, 1, 1),
+    }
+}
+
+/// Accept a rank and give it a function.
+pub(super) fn welcome(listener: &Listener) -> (Connection, Rank, Function) {
+    let connection = listener.accept(LONG).expect("welcome").expect("somebody waits");
+    let Message::Attach { rank, .. } = connection.receive(LONG).expect("a message").message else {
+        panic!("a rank attaches first")
+    };
+    let function = Function::create(&config()).expect("memory");
+    connection.send(&Message::Function, Some(function.file())).expect("it is open");
+    (connection, rank, function)
+}
+
+/// Attach as a rank.
+pub(super) fn attach(name: &str, rank: Rank) -> (Connection, Function) {
+    let device = Connection::open(name).expect("a device");
+    device.send(&Message::Attach { rank, token: 0 }, None).expect("it is open");
+    let received = device.receive(LONG).expect("a message");
+    assert_eq!(received.message, Message::Function);
+    let (function, _) = Function::open(received.file.expect("it comes with memory")).expect("a function");
+    (device, function)
+}
+
+fn entry(number: u64) -> SubmissionEntry {
+    let command = AdminCommand::Register { handle: !number, offset_bytes: number, len_bytes: number * 3 };
+    SubmissionEntry::Admin { cookie: number, command }
+}
+
+/// Submit all entries, and see each answered, in order; sleep wherever there is nothing to do.
+fn submit(name: &str) {
+    let (_device, function) = attach(name, Rank(0));
+    let queue = function.queue(1).expect("a queue");
+    let mut submissions = Producer::new(queue.submissions.clone());
+    let mut completions = Consumer::new(queue.completions.clone());
+    let waiter = Waiter::new(Patience::NONE);
+    let (mut submitted, mut answered) = (0, 0);
+    while answered < ENTRIES {
+        let batch: Vec<_> = (submitted..ENTRIES.min(submitted + 3)).map(|number| entry(number).emit()).collect();
+        let pushed = submissions.push_batch(&batch).expect("an honest device");
+        submitted += pushed as u64;
+        if pushed > 0 {
+            ring(queue.device_bell());
+        }
+        let mut words = [[0; 4]; 5];
+        let popped = completions.pop_batch(&mut words).expect("an honest device");
+        for words in &words[..popped] {
+            let answer = CompletionEntry::parse(words).expect("an answer");
+            let expected = CompletionEntry::Admin { status: EntryStatus::Result, cookie: answered, value: answered };
+            assert_eq!(answer, expected);
+            answered += 1;
+        }
+        if popped > 0 {
+            // There is room for answers again.
+            ring(queue.device_bell());
+        }
+        let news = || {
+            completions.available().expect("an honest device") > 0
+                || submitted < ENTRIES && submissions.room().expect("an honest device") > 0
+        };
+        if answered < ENTRIES {
+            assert_eq!(waiter.wait(&[queue.host_bell()], Some(Instant::now() + LONG), news), Ok(true));
+        }
+    }
+}
+
+/// Serve `ranks` processes that submit; the device sleeps on all their doorbells at once.
+fn serve(ranks: usize) {
+    let name = unique_name();
+    let listener = Listener::bind(&name).expect("a free name");
+    let others: Vec<_> = (0..ranks).map(|_| Other::start("submit", &name)).collect();
+    let functions: Vec<_> = others.iter().map(|_| welcome(&listener)).collect();
+    let queues: Vec<_> = functions.iter().map(|(_, _, function)| function.queue(1).expect("a queue")).collect();
+    let mut ends: Vec<_> = queues
+        .iter()
+        .map(|queue| (Consumer::new(queue.submissions.clone()), Producer::new(queue.completions.clone()), 0))
+        .collect();
+    let bells: Vec<_> = queues.iter().map(FunctionQueue::device_bell).collect();
+    let waiter = Waiter::new(Patience::NONE);
+    while ends.iter().any(|(_, _, answered)| *answered < ENTRIES) {
+        for ((submissions, completions, answered), queue) in ends.iter_mut().zip(&queues) {
+            let mut moved = 0;
+            while completions.room().expect("an honest rank") > 0
+                && let Some(words) = submissions.pop().expect("an honest rank")
+            {
+                assert_eq!(SubmissionEntry::parse(&words), Ok(entry(*answered)));
+                let answer =
+                    CompletionEntry::Admin { status: EntryStatus::Result, cookie: *answered, value: *answered };
+                assert_eq!(completions.push(&answer.emit()), Ok(true));
+                (*answered, moved) = (*answered + 1, moved + 1);
+            }
+            if moved > 0 {
+                ring(queue.host_bell());
+            }
+        }
+        let news = || {
+            ends.iter_mut().any(|(submissions, completions, answered)| {
+                *answered == ENTRIES
+                    || submissions.available().expect("an honest rank") > 0
+                        && completions.room().expect("an honest rank") > 0
+            })
+        };
+        assert_eq!(waiter.wait(&bells, Some(Instant::now() + LONG), news), Ok(true));
+    }
+    assert!(others.into_iter().all(Other::succeeded));
+}
+
+#[test]
+fn a_rank_and_a_device_that_sleep_whenever_they_can_lose_nothing() {
+    serve(1);
+}
+
+#[test]
+fn a_device_sleeps_on_the_doorbells_of_several_ranks() {
+    serve(2);
+}
+
+#[test]
+fn a_killed_rank_is_seen_and_a_killed_device_too() {
+    let name = unique_name();
+    let listener = Listener::bind(&name).expect("a free name");
+    let mut other = Other::start("wait for ever", &name);
+    let rank = listener.accept(LONG).expect("welcome").expect("somebody waits");
+    assert!(matches!(rank.receive(LONG).expect("a message").message, Message::Attach { .. }));
+    assert_eq!(rank.peer().wait(Duration::ZERO), Ok(false), "it is alive");
+    rank.peer().kill().expect("it is ours");
+    assert_eq!(rank.peer().wait(LONG), Ok(true));
+    assert!(matches!(rank.receive(LONG), Err(SocketError::Closed)));
+    assert!(!other.0.wait().expect("it is ours").success());
+    rank.peer().kill().expect("to kill the dead is no error");
+
+    // And the other way around: for the rank, the device is gone.
+    let other = Other::start("wait for ever", &name);
+    let rank = listener.accept(LONG).expect("welcome").expect("somebody waits");
+    assert!(matches!(rank.receive(LONG).expect("a message").message, Message::Attach { .. }));
+    drop((rank, listener));
+    assert!(other.succeeded(), "it has seen the connection close");
+}
+
+/// Write ones into all memory that is handed over, and say so.
+fn write(name: &str) {
+    let device = Connection::open(name).expect("a device");
+    loop {
+        match device.receive(LONG) {
+            Ok(Received { message: Message::Memory { handle }, file: Some(file) }) => {
+                // Stay mapped: what is severed later must stay out of reach.
+                let region = Region::open(file, 1 << 20).expect("it is sealed");
+                region.write(0, &[1; 4096]);
+                device.send(&Message::Refused { reason: handle }, None).expect("it is open");
+                let next = device.receive(LONG).expect("a message").message;
+                assert_eq!(next, Message::Refused { reason: 2 });
+                region.write(0, &[2; 4096]);
+                device.send(&Message::Refused { reason: 3 }, None).expect("it is open");
+            }
+            Err(SocketError::Closed) => return,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_process_that_has_lost_its_share_writes_where_nobody_looks() {
+    let name = unique_name();
+    let listener = Listener::bind(&name).expect("a free name");
+    let other = Other::start("write", &name);
+    let device = listener.accept(LONG).expect("welcome").expect("somebody waits");
+    let mut region = Region::create(4096, Pages::Normal).expect("memory");
+    device.send(&Message::Memory { handle: 7 }, Some(region.file())).expect("it is open");
+    assert_eq!(device.receive(LONG).expect("a message").message, Message::Refused { reason: 7 });
+    assert_eq!(bytes_of(&region, 0, 4096), [1; 4096]);
+    region.sever().expect("memory");
+    device.send(&Message::Refused { reason: 2 }, None).expect("it is open");
+    assert_eq!(device.receive(LONG).expect("a message").message, Message::Refused { reason: 3 });
+    assert_eq!(bytes_of(&region, 0, 4096), [1; 4096]);
+    drop(device);
+    assert!(other.succeeded());
+}
+
+/// What the by-reference test and a real endpoint both put into contributions.
+pub(super) fn view() -> (GroupId, Epoch, ChunkNo) {
+    (GroupId(1), Epoch { term: 1, counter: 1 }, ChunkNo(0))
+}
