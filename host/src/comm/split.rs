@@ -24,7 +24,7 @@ pub enum SplitError {
         /// Its name.
         name: String,
         /// What went wrong.
-        source: JoinError,
+        source: Box<JoinError>,
     },
 }
 
@@ -61,7 +61,7 @@ impl Communicator {
         (config.rank, config.world) = (rank, world);
         configure(&mut config);
         let name = config.job.clone();
-        Self::join(config).map(Some).map_err(|source| SplitError::Join { name, source })
+        Self::join(config).map(Some).map_err(|source| SplitError::Join { name, source: Box::new(source) })
     }
 }
 
