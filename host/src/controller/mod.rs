@@ -53,6 +53,10 @@ pub struct ControllerConfig {
     pub window_bytes: u32,
     /// The longest payload of a packet in bytes, where the ports would carry more.
     pub chunk_max_bytes: u16,
+    /// Whether devices send a result that all children wait for once, to a multicast address, instead of to each. Only
+    /// where ranks and devices are all on loopback addresses of one host, and each port that can't is sent its own.
+    /// Who is on that host can listen in, as with everything on loopback.
+    pub shared_answers: bool,
     /// How long a group lives without a packet or a renewal.
     pub lease: Duration,
     /// The timers of the hops.
@@ -68,6 +72,7 @@ impl ControllerConfig {
             table: CostTable::EMULATED,
             window_bytes: 1 << 20,
             chunk_max_bytes: 60 * 1024 - 16,
+            shared_answers: true,
             lease: Duration::from_secs(30),
             timers: HopTimers::DEFAULT,
         }
