@@ -54,8 +54,9 @@ pub struct ControllerConfig {
     /// The longest payload of a packet in bytes, where the ports would carry more.
     pub chunk_max_bytes: u16,
     /// Whether devices send a result that all children wait for once, to a multicast address, instead of to each. Only
-    /// where ranks and devices are all on loopback addresses of one host, and each port that can't is sent its own.
-    /// Who is on that host can listen in, as with everything on loopback.
+    /// where ranks and devices are all on loopback addresses of one host; as long as a child's port can't listen, its
+    /// node answers each child alone. Any user of that host can join the address and read results: turn it off where
+    /// that matters. Forging them takes the group's key and the device's address.
     pub shared_answers: bool,
     /// How long a group lives without a packet or a renewal.
     pub lease: Duration,
