@@ -72,6 +72,44 @@ pub struct Uplink {
     heard_at: Instant,
 }
 
+/// Whether a child asks for shared results: as long as there is no sign that it asks in vain.
+///
+/// A port can have joined an address and yet get nothing (a filter, a route). Each result would then be found missing
+/// and fetched; so after [`Listening::PATIENCE`] results that came to this child alone, and none that was shared, it
+/// asks no more. The same ends it where a sibling does not listen, and costs nothing then.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Listening {
+    asks: bool,
+    /// Results that came alone so far; counted until the first shared one.
+    alone: Option<u8>,
+}
+
+impl Listening {
+    /// How many results may come alone before the first shared one.
+    pub const PATIENCE: u8 = 8;
+
+    /// Start; `joined` tells whether the port listens at all.
+    pub const fn new(joined: bool) -> Self {
+        Self { asks: joined, alone: Some(0) }
+    }
+
+    /// Tell whether contributions are to say that the child listens.
+    pub const fn asks(&self) -> bool {
+        self.asks
+    }
+
+    /// Note how a result came; true if the child has just given up.
+    pub fn on_result(&mut self, shared: bool) -> bool {
+        if shared {
+            self.alone = None;
+        }
+        let Some(alone) = self.alone.as_mut().filter(|_| self.asks) else { return false };
+        *alone += 1;
+        self.asks = *alone < Self::PATIENCE;
+        !self.asks
+    }
+}
+
 const WORDS: usize = (MAX_WINDOW / 64) as usize;
 
 /// A time stamp of 2^16 ns steps in 32 bits: comparable over 78 hours, which outlasts every retransmission.
@@ -321,6 +359,18 @@ mod tests {
         assert!(up.is_dead(late + Duration::from_secs(5)));
         up.on_heard(late + Duration::from_secs(5));
         assert!(!up.is_dead(late + Duration::from_secs(6)));
+    }
+
+    #[test]
+    fn listening_in_vain_ends_and_once_heard_never() {
+        let mut listening = Listening::new(true);
+        assert!((1..Listening::PATIENCE).all(|_| !listening.on_result(false) && listening.asks()));
+        assert!(listening.on_result(false) && !listening.asks());
+        assert!(!listening.on_result(false), "told once");
+        let mut listening = Listening::new(true);
+        listening.on_result(true);
+        assert!((0..1000).all(|_| !listening.on_result(false)) && listening.asks());
+        assert!(!Listening::new(false).asks());
     }
 
     #[test]

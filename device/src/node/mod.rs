@@ -200,7 +200,7 @@ impl<'m> Node<'m> {
             live.common.drop_packet(DropReason::WrongEpoch);
             return self.answer_stranger(from, &repr, NakReason::WrongEpoch, now);
         }
-        if live.is_parent(from, &repr) {
+        if live.is_parent(from, &repr) || live.is_shared(from, &repr) {
             live.handle_parent(&repr, packet.payload(), now);
         } else {
             live.handle_child(from, &repr, packet.payload(), now);
@@ -272,6 +272,11 @@ impl<'m> Node<'m> {
                 hop.and_then(|parent| parent.hop.timeout()).map_or(group.lease_until, |at| at.min(group.lease_until))
             })
             .min()
+    }
+
+    /// Tell whether a group is here: it may have been released, or its lease may have run out.
+    pub fn has_group(&self, id: GroupId) -> bool {
+        self.find(id).is_some()
     }
 
     /// Return the next event.

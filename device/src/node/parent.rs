@@ -5,7 +5,7 @@ use super::{Live, Reply};
 use crate::group::{Failure, Parent};
 use crate::slot::State;
 use sumac_hal::ctrl::DropReason;
-use sumac_hal::ids::ChunkNo;
+use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::port::Addr;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::{Kind, NakReason, Repr, unpack_op};
@@ -16,6 +16,13 @@ impl Live<'_> {
         self.group.parent.as_ref().is_some_and(|parent| {
             parent.addr == from && parent.child == repr.child && repr.key == self.group.config.parent_key
         })
+    }
+
+    /// Tell whether a packet is a result that the parent of this group sent to all its children at once.
+    pub(super) fn is_shared(&self, from: Addr, repr: &Repr) -> bool {
+        let link = self.group.config.parent_shared.filter(|_| repr.kind == Kind::Result);
+        let parent = self.group.parent.as_ref().map(|parent| parent.addr);
+        repr.child == ChildIndex::ALL && parent == Some(from) && link.is_some_and(|link| link.key == repr.key)
     }
 
     /// Take in a packet from the parent.
@@ -59,8 +66,11 @@ impl Live<'_> {
         if !fits {
             return self.common.drop_packet(DropReason::BadShape);
         }
-        if let Some(Parent { hop, .. }) = &mut self.group.parent {
+        if let Some(Parent { hop, listening, .. }) = &mut self.group.parent {
             hop.on_answer(local, now);
+            if repr.kind == Kind::Result {
+                listening.on_result(repr.child == ChildIndex::ALL);
+            }
         }
         let slot_len = limit * self.group.stages;
         self.bytes[index * slot_len..][..payload.len()].copy_from_slice(payload);

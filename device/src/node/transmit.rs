@@ -1,10 +1,17 @@
 //! What leaves a node, and in which order: replies first (they are small and somebody waits for them), then the
 //! groups in turn, by bytes (deficit round robin, Shreedhar and Varghese 1995), each its contributions up before
 //! its answers down, lowest chunk first.
+//!
+//! A result that every child waits for, and may get at the group's shared address, goes there once instead of to each
+//! (as SHARP multicasts its results over UD: JSFI 4(4), 2017, doi 10.14529/jsfi170401). Only the first time: who did not get it asks,
+//! and gets it alone.
 
 use super::{Live, Node, Outgoing};
 use crate::group::Parent;
-use crate::slot::State;
+use crate::sets::ChildSet;
+use crate::slot::{Slot, State};
+use sumac_hal::ctrl::SharedLink;
+use sumac_hal::ids::ChildIndex;
 use sumac_hal::port::Addr;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, Repr, pack_op, payload_crc};
@@ -82,6 +89,9 @@ impl Live<'_> {
             return self.group.parent.as_ref().map(|parent| parent.addr);
         }
         let index = self.group.down.first_from(oldest)?;
+        if let Some(link) = self.shares(index) {
+            return Some(link.addr);
+        }
         self.children[self.slots[index].pending.first()?].addr
     }
 
@@ -93,6 +103,9 @@ impl Live<'_> {
             return self.transmit_up(index, now);
         }
         let index = self.group.down.first_from(oldest)?;
+        if let Some(link) = self.shares(index) {
+            return Some(self.transmit_shared(index, link));
+        }
         let slot = &mut self.slots[index];
         let child = slot.pending.first()?;
         slot.pending.remove(child);
@@ -124,8 +137,9 @@ impl Live<'_> {
         repr.signature = slot.signature;
         repr.attempt = slot.attempt;
         repr.flags.set(Flags::WANT, !slot.want.is_empty());
-        let Some(Parent { addr, hop, .. }) = &mut self.group.parent else { return None };
+        let Some(Parent { addr, hop, listening, .. }) = &mut self.group.parent else { return None };
         hop.on_sent(slot.local, now);
+        repr.flags.set(Flags::SHARED, repr.kind == Kind::Data && listening.asks());
         let to = *addr;
         Some(self.with_value(to, repr, index))
     }
@@ -143,17 +157,37 @@ impl Live<'_> {
         }
         let with_result = slot.value_len > 0 && slot.want.contains(child);
         let kind = if with_result { Kind::Result } else { Kind::Done };
-        let repr = Repr {
-            collective: Some(slot.op.collective),
-            dtype: slot.op.dtype,
-            op: slot.op.op,
-            signature: slot.signature,
-            attempt: slot.attempt,
-            bits: slot.op.count,
-            bits2: pack_op(&slot.op),
-            ..self.down_header(kind, child, seq, token)
-        };
+        let repr = describe(slot, self.down_header(kind, child, seq, token));
         Some(self.with_value(to, repr, index))
+    }
+
+    /// Return the shared address if the answer of slot `index` can go there in place of one packet to each child.
+    fn shares(&self, index: usize) -> Option<SharedLink> {
+        let slot = &self.slots[index];
+        let everybody = slot.bits.len() == self.children.len() && slot.bits.len() > 1;
+        let sets = [&slot.pending, &slot.want, &slot.shared];
+        let all = slot.state == State::Answered && everybody && sets.iter().all(|&set| *set == slot.bits);
+        self.group.shared.filter(|_| all && slot.value_len > 0)
+    }
+
+    /// Send the answer of slot `index` to all children at once.
+    fn transmit_shared(&mut self, index: usize, link: SharedLink) -> Outgoing {
+        let slot = &mut self.slots[index];
+        slot.pending = ChildSet::EMPTY;
+        // If nobody gets it, each child asks; what all of them ask for must not go the same way again.
+        slot.shared = ChildSet::EMPTY;
+        self.group.down.remove(index);
+        self.common.counters.answers_shared += 1;
+        let config = &self.group.config;
+        let header = Repr {
+            seq: self.shard().global(self.slots[index].local),
+            count: 1,
+            mark: self.group.stable(),
+            window: self.group.granted(),
+            ..Repr::new(Kind::Result, config.group, config.epoch, ChildIndex::ALL, link.key)
+        };
+        let repr = describe(&self.slots[index], header);
+        self.with_value(link.addr, repr, index)
     }
 
     /// Return a packet with the value of slot `index` if it is Data or Result.
@@ -166,6 +200,20 @@ impl Live<'_> {
         self.slots[index].value_crc = Some(crc);
         repr.payload_len_bytes = self.slots[index].value_len;
         Outgoing { payload, ..sealed(to, &repr, crc) }
+    }
+}
+
+/// Write what the slot's operation is into the header of its answer.
+fn describe(slot: &Slot, header: Repr) -> Repr {
+    Repr {
+        collective: Some(slot.op.collective),
+        dtype: slot.op.dtype,
+        op: slot.op.op,
+        signature: slot.signature,
+        attempt: slot.attempt,
+        bits: slot.op.count,
+        bits2: pack_op(&slot.op),
+        ..header
     }
 }
 

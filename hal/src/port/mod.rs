@@ -10,7 +10,8 @@
 //! - the sender's address as the receiver sees it can be replied to, and is the same for all its packets;
 //! - `receive` and `transmit` never block; a full queue says so (`None`) and takes packets again after
 //!   [`Port::flush`], sooner or later;
-//! - nothing leaves later than the next `flush`; what has left may have left earlier.
+//! - nothing leaves later than the next `flush`; what has left may have left earlier;
+//! - a packet sent to a shared address arrives, as its sender's, at each port that has joined it.
 
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
@@ -125,6 +126,15 @@ pub trait Port {
         }
         self.flush(now);
     }
+
+    /// Listen to a shared address: what anybody sends there arrives here too from now on. False if this port can't, or
+    /// does already: then nothing has changed.
+    fn join(&mut self, _group: Addr) -> bool {
+        false
+    }
+
+    /// Stop listening to a shared address. Nothing happens if the port does not.
+    fn leave(&mut self, _group: Addr) {}
 
     /// Put everything queued on the wire. Packets to a peer that cannot be reached are lost, as on a wire.
     fn flush(&mut self, now: Instant);

@@ -134,7 +134,7 @@ pub(super) fn join(config: JoinConfig) -> Result<Core, JoinError> {
     let listen = |source| JoinError::Listen { addr: config.bind, source };
     let listener = listener.map_err(listen)?;
     let mesh_addr = listener.local_addr().map_err(listen)?;
-    let port = UdpPort::bind(SocketAddr::new(config.bind, 0), &config.udp)?;
+    let mut port = UdpPort::bind(SocketAddr::new(config.bind, 0), &config.udp)?;
     let (rank, world) = (Rank(config.rank), config.world);
     let request = JoinRequest {
         job: config.job.clone(),
@@ -162,7 +162,13 @@ pub(super) fn join(config: JoinConfig) -> Result<Core, JoinError> {
             if tree.parents.is_empty() || tree.window_max == 0 {
                 return Err(JoinError::Membership(format!("a tree with leaf {:?} but no way to it", tree.leaf)));
             }
-            Some(TreeDriver::new(Endpoint::new(endpoint_config(&tree, membership.table.version)), port))
+            // First listen, then say so: contributions do.
+            let shared_key = tree.shared.filter(|shared| port.join(shared.addr)).map(|shared| shared.key);
+            if tree.shared.is_some() && shared_key.is_none() {
+                tracing::info!(job = config.job, %rank, "can't listen to the shared address: results come one by one");
+            }
+            let endpoint = endpoint_config(&tree, shared_key, membership.table.version);
+            Some(TreeDriver::new(Endpoint::new(endpoint), port))
         }
         Err(why) => {
             if world > 1 {
@@ -174,7 +180,7 @@ pub(super) fn join(config: JoinConfig) -> Result<Core, JoinError> {
     Ok(Core::new(config, situation, tree, mesh, session, lost))
 }
 
-fn endpoint_config(tree: &TreeMembership, table_version: u32) -> EndpointConfig {
+fn endpoint_config(tree: &TreeMembership, shared_key: Option<u64>, table_version: u32) -> EndpointConfig {
     let mut salt = [0; 4];
     // Tells lives apart; without randomness the key, which differs by group, still does.
     let _ = rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty());
@@ -183,6 +189,7 @@ fn endpoint_config(tree: &TreeMembership, table_version: u32) -> EndpointConfig 
         epoch: tree.epoch,
         child: tree.child,
         key: tree.key,
+        shared_key,
         parents: tree.parents.clone(),
         window_max: tree.window_max,
         window_start: tree.window_start,

@@ -1,7 +1,7 @@
 //! What comes down from the leaf node.
 
-use super::{Buffers, Endpoint, EndpointError, terminal};
-use sumac_hal::ids::ChunkNo;
+use super::{Buffers, Endpoint, EndpointConfig, EndpointError, terminal};
+use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::port::Addr;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::{Kind, NakReason, Packet, Repr, unpack_op};
@@ -23,8 +23,11 @@ impl Endpoint {
         let packet = Packet::new_checked(packet).ok()?;
         let repr = Repr::parse(&packet).ok()?;
         let config = &self.config;
-        let mine =
-            (repr.group, repr.epoch, repr.child, repr.key) == (config.group, config.epoch, config.child, config.key);
+        let link = (repr.child, repr.key);
+        // Only results are shared: all else is said to one child.
+        let all = config.shared_key.filter(|_| repr.kind == Kind::Result).map(|key| (ChildIndex::ALL, key));
+        let mine = (repr.group, repr.epoch) == (config.group, config.epoch)
+            && (link == (config.child, config.key) || Some(link) == all);
         let index = self.shard_of(repr.seq.0);
         // A Status may speak of the shard's next seqs, a Nak of a group as a whole: both name a seq of theirs.
         if !mine || config.parents[index] != from {
@@ -66,6 +69,7 @@ impl Endpoint {
         }
         if let Some(range) = range {
             buffers.output(op.id)[range].copy_from_slice(payload);
+            self.note_way(repr.child == ChildIndex::ALL);
         }
         // Landed: only now may `have` pass it.
         assert!(self.hops[index].on_answer(local, now), "a chunk lands once");
@@ -73,6 +77,15 @@ impl Endpoint {
         self.ask_for_gaps(index);
         self.settle();
         Some(())
+    }
+
+    /// Note whether a result came to all children at once.
+    fn note_way(&mut self, shared: bool) {
+        self.stats.shared_results += u64::from(shared);
+        if self.listening.on_result(shared) {
+            let EndpointConfig { group, child, .. } = self.config;
+            tracing::info!(%group, %child, "no shared results arrive: takes them one by one from now on");
+        }
     }
 
     fn ask_for_gaps(&mut self, index: usize) {

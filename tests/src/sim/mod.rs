@@ -18,6 +18,6 @@ mod setup;
 mod wiring;
 
 pub use cluster::run;
-pub use options::{Draw, Faults, GroupOptions, Options};
+pub use options::{Draw, Faults, GroupOptions, Options, Sharing};
 pub use report::{Report, Violation};
 pub use scenario::{Scenario, ScenarioKind};
