@@ -66,10 +66,19 @@ pub struct Uplink {
     top_answer: Option<u64>,
     probe_at: Option<Instant>,
     backoff: u32,
-    probe: Option<(u32, Instant)>,
+    probe: Option<Asked>,
     probe_count: u32,
     /// When this hop last owed us nothing or last spoke; silence is counted from here.
     heard_at: Instant,
+}
+
+/// The probe that is out.
+#[derive(Debug, Clone, Copy)]
+struct Asked {
+    token: u32,
+    at: Instant,
+    /// What had been sent by then: its Status knows nothing of what came behind it.
+    sent_below: u64,
 }
 
 /// Whether a child asks for shared results: as long as there is no sign that it asks in vain.
@@ -221,20 +230,17 @@ impl Uplink {
     /// that was not sent again since the probe. Returns false, and does nothing, if the token is not the last
     /// probe's.
     pub fn on_status(&mut self, token: u32, from: u64, bits: u64, now: Instant, mut resend: impl FnMut(u64)) -> bool {
-        let Some((expected, probed_at)) = self.probe else { return false };
-        if token != expected {
-            return false;
-        }
+        let Some(asked) = self.probe.filter(|asked| asked.token == token) else { return false };
         self.probe = None;
-        self.rtt.sample(now - probed_at);
+        self.rtt.sample(now - asked.at);
         self.heard_at = now;
         for i in 0..u64::from(crate::wire::BITMAP_SEQS) {
             let local = from.saturating_add(i);
-            if local >= self.sent_below || local < self.answered_below {
+            if local >= asked.sent_below || local < self.answered_below {
                 continue;
             }
             let sent_at = self.sent_at[(local % MAX_WINDOW) as usize];
-            let sent_since = stamp(probed_at).wrapping_sub(sent_at) as i32 <= 0 && stamp(probed_at) != sent_at;
+            let sent_since = stamp(asked.at).wrapping_sub(sent_at) as i32 <= 0 && stamp(asked.at) != sent_at;
             if bits & (1 << i) == 0 && !self.bit(local) && !sent_since {
                 resend(local);
             }
@@ -249,7 +255,7 @@ impl Uplink {
 
     /// Tell whether `token` is that of the probe that is out.
     pub fn is_probe_token(&self, token: u32) -> bool {
-        self.probe.is_some_and(|(expected, _)| expected == token)
+        self.probe.is_some_and(|asked| asked.token == token)
     }
 
     /// Return when to look again.
@@ -274,7 +280,7 @@ impl Uplink {
 
     fn draw_probe(&mut self, now: Instant) -> Probe {
         self.probe_count = self.probe_count.wrapping_add(1);
-        self.probe = Some((self.probe_count, now));
+        self.probe = Some(Asked { token: self.probe_count, at: now, sent_below: self.sent_below });
         let from = self.answered_below;
         let count = (self.sent_below - from).min(u64::from(crate::wire::BITMAP_SEQS));
         let held = (0..count).filter(|&i| self.bit(from + i)).fold(0, |bits, i| bits | 1 << i);
@@ -347,6 +353,18 @@ mod tests {
         assert!(up.on_status(probe.token, 0, 0b0001, at(300_000), |n| resent.push(n)));
         assert_eq!(resent, [1, 3], "0 is in, 2 went out after the probe");
         assert_eq!(up.rtt().smoothed(), Some(Duration::from_millis(200)));
+    }
+
+    /// A rank sends its probe and, in the same instant, what a window that has just opened allows.
+    #[test]
+    fn a_status_says_nothing_of_what_was_sent_behind_its_probe() {
+        let mut up = Uplink::new(TIMERS, 1);
+        (0..2).for_each(|n| up.on_sent(n, at(0)));
+        let probe = up.poll_probe(at(100_000)).expect("due");
+        (2..4).for_each(|n| up.on_sent(n, at(100_000)));
+        let mut resent = Vec::new();
+        assert!(up.on_status(probe.token, 0, 0b0001, at(200_000), |n| resent.push(n)));
+        assert_eq!(resent, [1]);
     }
 
     #[test]

@@ -185,7 +185,7 @@ impl<'m> Node<'m> {
     pub fn handle(&mut self, from: Addr, packet: &[u8], now: Instant) {
         self.common.counters.packets_in += 1;
         self.common.counters.bytes_in += packet.len() as u64;
-        let Ok(packet) = Packet::new_checked(packet) else {
+        let Ok((packet, payload_crc)) = Packet::new_checked_with_crc(packet) else {
             return self.common.drop_packet(DropReason::Malformed);
         };
         let Ok(repr) = Repr::parse(&packet) else {
@@ -201,7 +201,7 @@ impl<'m> Node<'m> {
             return self.answer_stranger(from, &repr, NakReason::WrongEpoch, now);
         }
         if live.is_parent(from, &repr) || live.is_shared(from, &repr) {
-            live.handle_parent(&repr, packet.payload(), now);
+            live.handle_parent(&repr, packet.payload(), payload_crc, now);
         } else {
             live.handle_child(from, &repr, packet.payload(), now);
         }

@@ -25,8 +25,8 @@ impl Live<'_> {
         repr.child == ChildIndex::ALL && parent == Some(from) && link.is_some_and(|link| link.key == repr.key)
     }
 
-    /// Take in a packet from the parent.
-    pub(super) fn handle_parent(&mut self, repr: &Repr, payload: &[u8], now: Instant) {
+    /// Take in a packet from the parent; `payload_crc` is the checksum of its payload, which was checked.
+    pub(super) fn handle_parent(&mut self, repr: &Repr, payload: &[u8], payload_crc: u32, now: Instant) {
         self.group.lease_until = now + self.group.lease();
         if let Some(parent) = self.group.parent.as_mut() {
             parent.stable = parent.stable.max(repr.mark);
@@ -35,14 +35,14 @@ impl Live<'_> {
             }
         }
         match (repr.kind, repr.reason) {
-            (Kind::Result | Kind::Done, _) => self.on_answer(repr, payload, now),
+            (Kind::Result | Kind::Done, _) => self.on_answer(repr, payload, payload_crc, now),
             (Kind::Status, _) => self.on_status(repr, now),
             (Kind::Nak, Some(reason)) => self.on_nak(reason, repr, now),
             _ => self.common.drop_packet(DropReason::BadKind),
         }
     }
 
-    fn on_answer(&mut self, repr: &Repr, payload: &[u8], now: Instant) {
+    fn on_answer(&mut self, repr: &Repr, payload: &[u8], payload_crc: u32, now: Instant) {
         let Some(local) = self.shard().local(repr.seq) else {
             return self.common.drop_packet(DropReason::BadShard);
         };
@@ -77,6 +77,8 @@ impl Live<'_> {
         self.slots[index].value_len = payload.len() as u16;
         self.group.up.remove(index);
         self.answer(index);
+        // What goes down is what came down: its checksum is carried on, so that it covers this node's memory too.
+        self.slots[index].value_crc = Some(payload_crc);
         self.ask_parent_for_gaps();
     }
 
