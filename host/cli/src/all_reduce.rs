@@ -3,7 +3,7 @@
 //! Invariants: inputs are looked at before anything is started; the output file appears whole or not at all, and only
 //! if all ranks hold the same result.
 
-use crate::cluster::{self, ClusterConfig, Limit, Supervisor};
+use crate::cluster::{self, ClusterConfig, Limit, Parts, Supervisor};
 use crate::exit::Failure;
 use crate::job::{RankJob, Report, Work};
 use crate::layout::Layout;
@@ -91,7 +91,7 @@ fn reduce(
     output: &Output,
     supervisor: &mut Supervisor,
 ) -> Result<Reduced, Failure> {
-    let controller = cluster::start(supervisor, &ClusterConfig { layout, shards: 1 })?;
+    let controller = cluster::start(supervisor, &ClusterConfig { layout, shards: 1, parts: Parts::anywhere() })?;
     let mut ranks = Vec::new();
     for ((rank, input), host) in (0_u32..).zip(&args.inputs).zip(&layout.hosts) {
         let work = Work::Reduce {
