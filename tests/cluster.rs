@@ -8,6 +8,7 @@ use sumac::controller::{Controller, ControllerConfig};
 use sumac::topo::{Fabric, LeafSpine};
 use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, OpDesc, Order, Path, ReduceOp};
 use sumac_firmware::emulated::{Board, BoardConfig};
+use sumac_hal::ctrl::{Counters, DropReason};
 use sumac_hal::port::{Addr, Port};
 use sumac_hal::udp::{UdpConfig, UdpPort};
 
@@ -52,7 +53,11 @@ impl Cluster {
 }
 
 fn board(name: String, controller: SocketAddr) -> Board {
-    let config = BoardConfig { slot_memory_bytes: 16 << 20, ..BoardConfig::new(name, controller) };
+    sharded_board(name, controller, 1)
+}
+
+fn sharded_board(name: String, controller: SocketAddr, shards: u16) -> Board {
+    let config = BoardConfig { slot_memory_bytes: 16 << 20, shards, ..BoardConfig::new(name, controller) };
     let board = Board::start(config).expect("a board on loopback");
     assert!(board.wait_registered(Duration::from_secs(20)), "the controller does not answer");
     board
@@ -232,35 +237,41 @@ fn a_device_that_stops_is_a_lost_path_and_no_hang() {
     }
 }
 
-/// How many results went to shared addresses while four ranks on two leaves added 118 chunks.
-fn shared_answers(offered: bool) -> u64 {
+/// What the nodes of the tree count, the root and a leaf below it, while four ranks on two leaves add 586 chunks: more
+/// than are in flight at once.
+fn shared_answers(offered: bool, shards: u16) -> Vec<Counters> {
     let fabric = LeafSpine { leaves: 2, spines: 1, hosts_per_leaf: 2, cables: 1, rate: None };
     let fabric = Fabric::leaf_spine(fabric).expect("a valid shape");
     let names: Vec<String> = fabric.switches().iter().map(|switch| switch.name.clone()).collect();
     let config =
         ControllerConfig { fabric: Some(fabric), shared_answers: offered, chunk_max_bytes: 4096, ..Default::default() };
     let controller = Controller::start(config).expect("a controller on loopback");
-    let boards = names.into_iter().map(|name| board(name, controller.local_addr())).collect();
+    let boards = names.into_iter().map(|name| sharded_board(name, controller.local_addr(), shards)).collect();
     let cluster = Cluster { controller, boards };
     cluster.run("shared", 4, plain, |comm| {
-        let mut buffer: Vec<i64> = (0..60_000).map(|i| input(comm.rank(), i)).collect();
+        let mut buffer: Vec<i64> = (0..300_000).map(|i| input(comm.rank(), i)).collect();
         let options = CallOptions { algo: Some(Algo::Tree), ..CallOptions::default() };
         comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &options).expect("all-reduce");
         assert!(buffer.iter().enumerate().all(|(i, &x)| x == expected(4, i)));
     });
     let status = sumac::controller::status(cluster.controller.local_addr()).expect("status");
     let counters = status.devices.iter().map(|device| device.stats.as_ref().expect("it answers").counters);
-    counters.map(|counters| counters.answers_shared).sum()
+    counters.filter(|counters| counters.completed > 0).collect()
 }
 
 #[test]
 fn results_are_shared_where_the_controller_offers_it_and_the_kernel_can() {
-    assert_eq!(shared_answers(false), 0);
+    assert!(shared_answers(false, 1).iter().all(|node| node.answers_shared == 0));
     let mut port = UdpPort::bind(([127, 0, 0, 1], 0).into(), &UdpConfig::default()).expect("a port on loopback");
     if !port.join(Addr::Udp(([239, 255, 78, 1], 20_001).into())) {
         eprintln!("skipped: this machine does not let a socket join a multicast group on loopback");
         return;
     }
-    // Two nodes (one leaf is the root as well), 118 chunks each.
-    assert!(shared_answers(true) > 200);
+    for shards in [1, 2] {
+        let nodes = shared_answers(true, shards);
+        // The root shares only what the leaf below it asks for, and each of the leaf's shards hears its own alone.
+        assert_eq!(nodes.len(), 2);
+        assert!(nodes.iter().all(|node| node.answers_shared > 0), "{nodes:?}");
+        assert!(nodes.iter().all(|node| node.dropped(DropReason::BadChild) == 0), "{nodes:?}");
+    }
 }

@@ -85,7 +85,8 @@ struct Asked {
 ///
 /// A port can have joined an address and yet get nothing (a filter, a route). Each result would then be found missing
 /// and fetched; so after [`Listening::PATIENCE`] results that came to this child alone, and none that was shared, it
-/// asks no more. The same ends it where a sibling does not listen, and costs nothing then.
+/// asks no more. The same ends it where a sibling does not listen, and costs nothing then. A shared result that comes
+/// later, as a slow child finds it behind copies that it has asked for, proves that it can hear, and it asks again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Listening {
     asks: bool,
@@ -107,11 +108,14 @@ impl Listening {
         self.asks
     }
 
-    /// Note how a result came; true if the child has just given up.
-    pub fn on_result(&mut self, shared: bool) -> bool {
-        if shared {
-            self.alone = None;
-        }
+    /// Note that something came to all children, be it of use or a copy of what is here.
+    pub fn on_shared(&mut self) {
+        self.alone = None;
+        self.asks = true;
+    }
+
+    /// Note a result that came to this child alone; true if the child has just given up.
+    pub fn on_alone(&mut self) -> bool {
         let Some(alone) = self.alone.as_mut().filter(|_| self.asks) else { return false };
         *alone += 1;
         self.asks = *alone < Self::PATIENCE;
@@ -382,12 +386,11 @@ mod tests {
     #[test]
     fn listening_in_vain_ends_and_once_heard_never() {
         let mut listening = Listening::new(true);
-        assert!((1..Listening::PATIENCE).all(|_| !listening.on_result(false) && listening.asks()));
-        assert!(listening.on_result(false) && !listening.asks());
-        assert!(!listening.on_result(false), "told once");
-        let mut listening = Listening::new(true);
-        listening.on_result(true);
-        assert!((0..1000).all(|_| !listening.on_result(false)) && listening.asks());
+        assert!((1..Listening::PATIENCE).all(|_| !listening.on_alone() && listening.asks()));
+        assert!(listening.on_alone() && !listening.asks());
+        assert!(!listening.on_alone(), "told once");
+        listening.on_shared();
+        assert!((0..1000).all(|_| !listening.on_alone()) && listening.asks());
         assert!(!Listening::new(false).asks());
     }
 

@@ -190,7 +190,7 @@ impl Node<'_> {
             stable: ChunkNo(0),
             listening: Listening::new(config.parent_shared.is_some()),
         });
-        let shared = config.shared.map(|addr| {
+        let shared = config.shared.and_then(|first| first.behind(shard.index())).map(|addr| {
             let key = config.secret.child_key(config.group, config.epoch, ChildIndex::ALL);
             SharedLink { addr, key }
         });

@@ -33,6 +33,9 @@ impl Live<'_> {
             if repr.window > 0 {
                 parent.window = repr.window;
             }
+            if repr.child == ChildIndex::ALL {
+                parent.listening.on_shared();
+            }
         }
         match (repr.kind, repr.reason) {
             (Kind::Result | Kind::Done, _) => self.on_answer(repr, payload, payload_crc, now),
@@ -68,8 +71,8 @@ impl Live<'_> {
         }
         if let Some(Parent { hop, listening, .. }) = &mut self.group.parent {
             hop.on_answer(local, now);
-            if repr.kind == Kind::Result {
-                listening.on_result(repr.child == ChildIndex::ALL);
+            if repr.kind == Kind::Result && repr.child != ChildIndex::ALL {
+                listening.on_alone();
             }
         }
         let slot_len = limit * self.group.stages;

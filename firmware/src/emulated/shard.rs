@@ -164,8 +164,10 @@ impl Worker {
         if node.has_group(config.group) {
             return node.control(&Request::CreateGroup(config), now);
         }
-        match config.parent_shared {
-            Some(shared) if self.port.join(shared.addr) => self.joined.push((config.group, shared.addr)),
+        // Shard speaks to shard: a tree's nodes have equally many.
+        let shard = self.node_config.shard.index();
+        match config.parent_shared.and_then(|shared| shared.addr.behind(shard)) {
+            Some(addr) if self.port.join(addr) => self.joined.push((config.group, addr)),
             _ => config.parent_shared = None,
         }
         node.control(&Request::CreateGroup(config), now)

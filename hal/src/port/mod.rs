@@ -32,6 +32,17 @@ pub enum Addr {
     Emu(u32),
 }
 
+impl Addr {
+    /// Return the address `n` places behind this one: a shard's, where `self` is the first shard's. `None` behind the
+    /// last.
+    pub fn behind(self, n: u16) -> Option<Self> {
+        match self {
+            Self::Udp(addr) => Some(Self::Udp(SocketAddr::new(addr.ip(), addr.port().checked_add(n)?))),
+            Self::Emu(node) => Some(Self::Emu(node.checked_add(u32::from(n))?)),
+        }
+    }
+}
+
 impl fmt::Display for Addr {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
-use sumac_hal::port::Port;
+use sumac_hal::port::{Addr, Port};
 use sumac_hal::udp::{UdpConfig, UdpError, UdpPort};
 use thiserror::Error;
 
@@ -163,7 +163,10 @@ pub(super) fn join(config: JoinConfig) -> Result<Core, JoinError> {
                 return Err(JoinError::Membership(format!("a tree with leaf {:?} but no way to it", tree.leaf)));
             }
             // First listen, then say so: contributions do.
-            let shared_key = tree.shared.filter(|shared| port.join(shared.addr)).map(|shared| shared.key);
+            let shared_key = tree
+                .shared
+                .filter(|shared| listen_to(&mut port, shared.addr, tree.parents.len()))
+                .map(|shared| shared.key);
             if tree.shared.is_some() && shared_key.is_none() {
                 tracing::info!(job = config.job, %rank, "can't listen to the shared address: results come one by one");
             }
@@ -178,6 +181,17 @@ pub(super) fn join(config: JoinConfig) -> Result<Core, JoinError> {
         }
     };
     Ok(Core::new(config, situation, tree, mesh, session, lost))
+}
+
+/// Listen to the shared address of each of the leaf's shards, the first at `first`; false, and to none, if that can't be.
+fn listen_to(port: &mut UdpPort, first: Addr, shards: usize) -> bool {
+    let shards = 0..u16::try_from(shards).unwrap_or(u16::MAX);
+    let joined = shards.clone().take_while(|&shard| first.behind(shard).is_some_and(|addr| port.join(addr))).count();
+    if joined < shards.len() {
+        shards.take(joined).filter_map(|shard| first.behind(shard)).for_each(|addr| port.leave(addr));
+        return false;
+    }
+    true
 }
 
 fn endpoint_config(tree: &TreeMembership, shared_key: Option<u64>, table_version: u32) -> EndpointConfig {

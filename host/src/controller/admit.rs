@@ -258,10 +258,9 @@ impl Placement {
         Some(SharedLink { addr: node.shared?, key })
     }
 
-    /// The shared address of the parent, if this node is to listen there: its shards would each hear what the
-    /// parent's shards say to all of them, so only nodes of one shard do.
+    /// The shared address of the parent.
     fn parent_shared(&self, node: &PlacedNode) -> Option<SharedLink> {
-        let (parent, _) = node.parent.filter(|_| node.device.announce.data_addrs.len() == 1)?;
+        let (parent, _) = node.parent?;
         self.shared_link(&self.nodes[parent])
     }
 
@@ -364,7 +363,7 @@ fn draw_shared() -> Addr {
     Addr::Udp(SocketAddr::from((Ipv4Addr::new(239, 255, x, y), port)))
 }
 
-/// The UDP ports of shared addresses.
+/// The UDP ports of first shards' shared addresses: there is room for all shards behind each.
 const SHARED_PORTS: std::ops::RangeInclusive<u16> = 20_000..=60_000;
 
 fn random_bytes<const N: usize>() -> [u8; N] {

@@ -33,6 +33,9 @@ impl Endpoint {
         if !mine || config.parents[index] != from {
             return None;
         }
+        if repr.child == ChildIndex::ALL {
+            self.listening.on_shared();
+        }
         let taken = match (repr.kind, repr.reason) {
             (Kind::Result | Kind::Done, _) => self.on_answer(index, &repr, packet.payload(), buffers, now),
             (Kind::Status, _) => self.on_status(index, &repr, now),
@@ -82,7 +85,7 @@ impl Endpoint {
     /// Note whether a result came to all children at once.
     fn note_way(&mut self, shared: bool) {
         self.stats.shared_results += u64::from(shared);
-        if self.listening.on_result(shared) {
+        if !shared && self.listening.on_alone() {
             let EndpointConfig { group, child, .. } = self.config;
             tracing::info!(%group, %child, "no shared results arrive: takes them one by one from now on");
         }

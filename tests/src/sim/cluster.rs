@@ -254,12 +254,12 @@ impl Cluster<'_, '_> {
         let from = node_addr(device, shard as u16);
         while let Some(sent) = node.poll_transmit(&mut self.buffer, self.now) {
             let bytes = &self.buffer[..sent.len_bytes];
-            let Some((sharer, group)) = sharer(sent.to) else {
+            let Some(sharer) = sharer(sent.to) else {
                 self.fabric.send(self.now, from, sent.to, bytes);
                 continue;
             };
             // Copies part where they are made, each with a fate of its own.
-            let listeners = self.wirings[self.options.tree(group)].listeners(self.options, sharer, group);
+            let listeners = self.wirings[self.options.tree(sharer.1)].listeners(self.options, sharer);
             listeners.iter().for_each(|&to| self.fabric.send(self.now, from, to, bytes));
             self.shared_sent += 1;
             self.shared_copies += listeners.len() as u64;

@@ -9,7 +9,7 @@ use sumac_hal::ctrl::{GroupConfig, NodeParent, SharedLink, TreeConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::port::Addr;
-use sumac_hal::shard::Shard;
+use sumac_hal::shard::{MAX_SHARDS, Shard};
 use sumac_hal::uplink::HopTimers;
 
 /// One node of a tree.
@@ -95,16 +95,14 @@ impl Wiring {
         }
     }
 
-    /// Return who hears what `device` sends to its shared address in `group`: every shard of nodes below, since one
-    /// address stands for all shards of the sender.
-    pub(super) fn listeners(&self, options: &Options, device: usize, group: usize) -> Vec<Addr> {
+    /// Return who hears what a shard of `device` sends to its shared address in `group`: the same shard of nodes below.
+    pub(super) fn listeners(&self, options: &Options, (device, group, shard): Sharer) -> Vec<Addr> {
         let Some(own) = self.nodes.iter().position(|node| node.device == device) else { return Vec::new() };
         let hears = |child: u16| options.sharing.hears(options.seed, (device, child), group);
         let ranks = self.ranks.iter().enumerate().filter(|(_, (leaf, child))| *leaf == own && hears(*child));
         let nodes =
             self.nodes.iter().filter(|node| matches!(node.parent, Some((at, child)) if at == own && hears(child)));
-        let shards = |node: &Wired| (0..options.shards).map(|shard| node_addr(node.device, shard)).collect::<Vec<_>>();
-        ranks.map(|(rank, _)| rank_addr(rank, group)).chain(nodes.flat_map(shards)).collect()
+        ranks.map(|(rank, _)| rank_addr(rank, group)).chain(nodes.map(|node| node_addr(node.device, shard))).collect()
     }
 
     pub(super) fn endpoint(&self, options: &Options, rank: usize, group: usize, epoch: Epoch) -> EndpointConfig {
@@ -160,16 +158,19 @@ pub(super) fn rank_addr(rank: usize, group: usize) -> Addr {
     Addr::Emu(RANKS_FROM + rank as u32 * 16 + group as u32)
 }
 
-/// The shared address of a device in a group.
+/// The shared address of a device's first shard in a group.
 fn shared_addr(device: usize, group: usize) -> Addr {
-    Addr::Emu(SHARED_FROM + device as u32 * 16 + group as u32)
+    Addr::Emu(SHARED_FROM + (device as u32 * 16 + group as u32) * MAX_SHARDS as u32)
 }
 
-/// Return whose shared address it is: device and group.
-pub(super) fn sharer(addr: Addr) -> Option<(usize, usize)> {
+/// Whose a shared address is: device, group and shard.
+pub(super) type Sharer = (usize, usize, u16);
+
+/// Return whose shared address it is.
+pub(super) fn sharer(addr: Addr) -> Option<Sharer> {
     let Addr::Emu(n) = addr else { return None };
     let n = n.checked_sub(SHARED_FROM).filter(|_| addr != STRANGER)? as usize;
-    Some((n / 16, n % 16))
+    Some((n / MAX_SHARDS / 16, n / MAX_SHARDS % 16, (n % MAX_SHARDS) as u16))
 }
 
 fn shared_key(options: &Options, device: usize, group: usize, epoch: Epoch) -> u64 {

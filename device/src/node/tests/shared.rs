@@ -139,4 +139,10 @@ fn an_inner_node_that_hears_nothing_shared_stops_asking() {
         rig.put(PARENT, own, &floats(&[7.0]));
         rig.drain();
     }
+    // A copy of the first, queued behind those, shows that it was not in vain.
+    let shared = Repr { child: ChildIndex::ALL, key: PARENT_SHARED.key, ..rig.down(Kind::Result, 0, 0) };
+    rig.put(PARENT, shared, &floats(&[7.0]));
+    rig.drain();
+    rig.all_have(12);
+    assert!(inner(&mut rig, 12).repr.flags.contains(Flags::SHARED));
 }

@@ -58,6 +58,11 @@ fn who_listens_in_vain_stops_asking() {
     }
     rig.post(CHUNK, 1.0);
     assert!(rig.drain().iter().all(|(_, repr, _)| repr.flags == Flags::WANT));
+    // A shared one that was queued behind those, too late to be of use, shows that it was not in vain.
+    rig.put(NODE, shared_header(0, desc), &2.0_f32.to_le_bytes().repeat(16));
+    rig.post(CHUNK, 1.0);
+    let sent = rig.drain();
+    assert!(sent.len() == 1 && sent[0].1.flags == Flags::WANT | Flags::SHARED, "{sent:?}");
     // One shared result is enough to go on.
     let (mut rig, desc) = listening(9);
     rig.drain();
