@@ -21,6 +21,7 @@
 //! in, every one was answered, and nothing was dropped; and the last result is the sum.
 
 use std::hint::black_box;
+use std::num::NonZeroU32;
 use std::process::ExitCode;
 use std::time::{Duration, Instant as Clock};
 use sumac_device::{Child, Node, NodeConfig, Slot, Storage};
@@ -181,6 +182,7 @@ impl Rig {
             window_max: window as u16,
             slots: 2 * window as u16,
             chunk_len_bytes: chunk_len_bytes as u16,
+            ranks: NonZeroU32::MIN,
             lease_ms: 60_000,
             timers: HopTimers::DEFAULT.into(),
         };

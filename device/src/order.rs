@@ -26,6 +26,11 @@ pub(crate) struct Stages<'b> {
 }
 
 impl Stages<'_> {
+    /// Return the slot's value, or where it will be.
+    pub(crate) fn value(&mut self) -> &mut [u8] {
+        self.stage(0)
+    }
+
     fn stage(&mut self, i: usize) -> &mut [u8] {
         &mut self.bytes[i * self.stride..][..self.len]
     }

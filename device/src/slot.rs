@@ -13,7 +13,7 @@
 //! - the answer stays until the slot is re-used, so any child can get it again.
 
 use crate::sets::ChildSet;
-use sumac_hal::op::{OpDesc, ReduceOp};
+use sumac_hal::op::OpDesc;
 use sumac_hal::reduce::Kernel;
 
 /// Where a slot is in its chunk's life.
@@ -88,9 +88,21 @@ impl Slot {
         self.state != State::Free && self.local == local
     }
 
-    /// Return the kernel of the slot's operation, `None` for one without elements.
+    /// Return the kernel of the slot's operation, `None` for one whose elements are only moved, or that has none.
     pub(crate) fn kernel(&self) -> Option<Kernel> {
-        Kernel::new(self.op.dtype?, self.op.op.unwrap_or(ReduceOp::Sum))
+        Kernel::new(self.op.dtype?, self.op.op?)
+    }
+
+    /// Return the length of an element in bytes: of a partial one, or of one of the operation's type. `None` for an
+    /// operation without elements.
+    pub(crate) fn element_bytes(&self, partial: bool) -> Option<usize> {
+        let len = if partial { self.op.partial_bytes() } else { self.op.element_bytes() };
+        (len > 0).then_some(len)
+    }
+
+    /// Tell whether the answer to `child` is a Result, not a Done.
+    pub(crate) fn has_result_for(&self, child: usize) -> bool {
+        self.value_len > 0 && self.want.contains(child)
     }
 
     /// Set a child's bit.

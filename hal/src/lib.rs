@@ -61,6 +61,9 @@
 //!   receive buffer have nothing behind them to show the gap.
 //! - The checksum is in two levels (payload, then header with the payload's checksum), so that a node which answers 256
 //!   children reads the value once.
+//! - Elements that are only moved (broadcast, all-gather) keep their bits: they have no partial form, are never rounded,
+//!   and are not sent back to the rank that they came from.
+//! - The chunks of an all-gather do not cross its blocks, because each has one owner; those of a reduce-scatter may.
 //! - An operation's signature contains its first seq: operations that are called alike but begin elsewhere, behind one
 //!   that ranks called with different counts, must not combine (swarm seeds 1649 and 1758 found that they did).
 //! - An operation without elements uses one seq, as a barrier does, so that a rank which calls it where another brings

@@ -63,7 +63,8 @@ fn measure(
             let ctx = Context { op_index, signature: desc.signature(path, 0), desc, path, deadline };
             start.wait();
             let begin = Instant::now();
-            execute(&mut mesh, &schedule, kernel.as_ref(), black_box(&mut buf), &ctx, &mut NoInterrupt).expect("runs");
+            execute(&mut mesh, &schedule, kernel.as_ref(), black_box(&mut buf[..]), &ctx, &mut NoInterrupt)
+                .expect("runs");
             times.push(begin.elapsed());
         }
         times.split_off(WARM_UP)

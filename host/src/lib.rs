@@ -18,6 +18,6 @@ pub mod plan;
 pub mod topo;
 
 pub use choice::Algo;
-pub use comm::{CallOptions, Communicator, Element, Error, Handle, JoinConfig, JoinError, Outcome};
+pub use comm::{Buffers, CallOptions, Communicator, Element, Error, Handle, JoinConfig, JoinError, Outcome};
 pub use sumac_hal::ctrl::Order;
 pub use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};

@@ -9,6 +9,7 @@ use sumac_hal::ctrl::DropReason;
 use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::op::OpDesc;
 use sumac_hal::port::Addr;
+use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::REORDER_TOLERANCE;
 use sumac_hal::wire::{BITMAP_SEQS, Flags, Kind, NakReason, Repr, unpack_op};
@@ -18,9 +19,9 @@ impl Live<'_> {
     pub(super) fn handle_child(&mut self, from: Addr, repr: &Repr, payload: &[u8], now: Instant) {
         let Some(child) = self.admit(from, repr, now) else { return };
         match repr.kind {
-            Kind::Data | Kind::Empty => self.on_contribution(child, repr, payload, now),
+            Kind::Data | Kind::Empty => self.on_contributions(child, repr, payload, now),
             Kind::Nak if matches!(repr.reason, Some(NakReason::Mismatch | NakReason::Unsupported)) => {
-                self.on_contribution(child, repr, payload, now);
+                self.on_contributions(child, repr, payload, now);
             }
             Kind::Nak if repr.reason == Some(NakReason::Missing) => self.on_result_missing(child, repr),
             Kind::Probe => self.on_probe(child, repr, now),
@@ -68,13 +69,24 @@ impl Live<'_> {
         Some(index)
     }
 
-    /// Take in one contribution: Data, Empty, or the Nak of a subtree that has none to give.
+    /// Take in contributions: Data or the Nak of a subtree that has none to give to one chunk, Empty to a run of them.
+    fn on_contributions(&mut self, child: usize, repr: &Repr, payload: &[u8], now: Instant) {
+        let count = u64::from(repr.count);
+        let is_run = repr.kind == Kind::Empty && (1..=RUN - repr.seq.0 % RUN).contains(&count);
+        if count != 1 && !is_run {
+            return self.common.drop_packet(DropReason::BadKind);
+        }
+        for next in 0..count {
+            self.on_contribution(child, &Repr { seq: ChunkNo(repr.seq.0 + next), count: 1, ..*repr }, payload, now);
+        }
+    }
+
+    /// Take in the contribution to one chunk.
     fn on_contribution(&mut self, child: usize, repr: &Repr, payload: &[u8], now: Instant) {
         let Some(local) = self.shard().local(repr.seq) else {
             return self.common.drop_packet(DropReason::BadShard);
         };
-        // Runs of Empty are not of this version's collectives: a count other than one is a foreign packet.
-        let Some(op) = repr.op_desc().filter(|_| repr.count == 1) else {
+        let Some(op) = repr.op_desc() else {
             return self.common.drop_packet(DropReason::BadKind);
         };
         if let Some(failure) = self.group.failed.filter(|failure| repr.seq >= failure.from) {
@@ -118,7 +130,8 @@ impl Live<'_> {
             Some((repr.reason.unwrap_or(NakReason::Mismatch), Some((op, other))))
         } else if repr.signature != slot.signature || op != first {
             Some((NakReason::Mismatch, Some((first, op))))
-        } else if !supported(&op) {
+        } else if (repr.kind == Kind::Data || repr.flags.contains(Flags::WANT)) && !supported(&op) {
+            // What brings nothing and wants nothing runs by a schedule: it is compared here, not done.
             Some((NakReason::Unsupported, Some((op, op))))
         } else {
             None
@@ -145,31 +158,41 @@ impl Live<'_> {
         self.ask_for_gaps(child, now);
     }
 
-    /// Check a contribution's payload against the slot: whole elements, as many as the others', within a chunk.
+    /// Check a contribution's payload against the slot: whole elements, as many as the others', within a chunk; and no
+    /// second one of what is only moved.
     fn shape_fits(&mut self, index: usize, repr: &Repr, payload: &[u8]) -> bool {
-        let slot = &mut self.slots[index];
         if repr.kind == Kind::Empty {
             return payload.is_empty();
         }
-        let Some(kernel) = slot.kernel() else { return false };
-        let partial = repr.flags.contains(Flags::PARTIAL);
-        let size = if partial { kernel.accumulator() } else { kernel.dtype() }.size_bytes();
+        let slot = &mut self.slots[index];
+        let sizes = (slot.element_bytes(repr.flags.contains(Flags::PARTIAL)), slot.element_bytes(true));
+        let (Some(size), Some(partial_size)) = sizes else { return false };
+        if slot.kernel().is_none() && !slot.data.is_empty() {
+            return false;
+        }
         let elements = payload.len() / size;
-        let limit = usize::from(self.group.config.chunk_len_bytes) / kernel.accumulator().size_bytes();
+        let limit = usize::from(self.group.config.chunk_len_bytes) / partial_size;
         let fits = payload.len().is_multiple_of(size) && (1..=limit).contains(&elements);
         fits && usize::try_from(*slot.elements.get_or_insert(elements as u32)) == Ok(elements)
     }
 
     fn combine(&mut self, index: usize, child: usize, repr: &Repr, payload: &[u8]) {
         let slot = self.slots[index];
-        let Some(kernel) = slot.kernel() else { return };
+        let mut stages = self.stages(index);
+        let Some(kernel) = slot.kernel() else {
+            // Moved as it is: the only contribution with data is the value.
+            if repr.kind == Kind::Data {
+                stages.value().copy_from_slice(payload);
+            }
+            return;
+        };
         let mut fold_next = slot.fold_next;
-        let order = self.group.config.order;
-        let arrived = Arrived { bits: &slot.bits, data: &slot.data, children: self.children.len(), child };
         let partial = repr.flags.contains(Flags::PARTIAL);
         let input = (repr.kind == Kind::Data).then_some(Input { payload, partial });
-        let mut stages = self.stages(index, kernel, slot.elements.unwrap_or(0));
-        contribute(order, kernel, &mut stages, &arrived, input, &mut fold_next);
+        let children = self.children.len();
+        let order = self.group.config.order;
+        let arrived = Arrived { bits: &slot.bits, data: &slot.data, children, child };
+        contribute(order, kernel, &mut self.stages(index), &arrived, input, &mut fold_next);
         self.slots[index].fold_next = fold_next;
     }
 
@@ -178,18 +201,18 @@ impl Live<'_> {
         self.common.counters.completed += 1;
         self.group.window.grow();
         let slot = self.slots[index];
-        let elements = slot.elements.unwrap_or(0);
-        let kernel = slot.kernel().filter(|_| !slot.data.is_empty());
-        let len = kernel.map_or(0, |kernel| elements as usize * kernel.accumulator().size_bytes());
+        let has_value = !slot.data.is_empty();
+        let len = if has_value { self.stages(index).len } else { 0 };
         self.slots[index].value_len = len as u16;
         if self.group.parent.is_some() {
             self.slots[index].state = State::Up;
             self.group.up.insert(index);
             return;
         }
-        if let Some(kernel) = kernel {
-            let stages = self.stages(index, kernel, elements);
-            let len = kernel.finish(&mut stages.bytes[..len], elements as usize);
+        if let Some(kernel) = slot.kernel().filter(|_| has_value) {
+            let elements = slot.elements.unwrap_or(0) as usize;
+            let ranks = self.group.config.ranks.get();
+            let len = kernel.finish(self.stages(index).value(), elements, ranks);
             self.slots[index].value_len = len as u16;
         }
         self.answer(index);

@@ -43,6 +43,8 @@ impl Node<'_> {
         fn mask<T: Copy>(all: &[T], number: fn(T) -> u8) -> u32 {
             all.iter().fold(0, |mask, &item| mask | 1 << number(item))
         }
+        let offloadable =
+            |mask, collective: &Collective| mask | u32::from(collective.is_offloadable()) << *collective as u8;
         let narrow = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         DeviceCapabilities {
             max_packet_len_bytes: narrow(self.common.config.max_packet_len_bytes),
@@ -53,7 +55,7 @@ impl Node<'_> {
             slot_memory_bytes: self.storage.bytes.len() as u64,
             dtypes: mask(Dtype::ALL, Dtype::to_wire),
             ops: mask(ReduceOp::ALL, ReduceOp::to_wire),
-            collectives: mask(Collective::ALL, Collective::to_wire),
+            collectives: Collective::ALL.iter().fold(0, offloadable),
         }
     }
 

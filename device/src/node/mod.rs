@@ -349,12 +349,13 @@ impl Live<'_> {
         (local % self.slots.len() as u64) as usize
     }
 
-    /// Return the chunk buffers of slot `index` while it works on `elements`.
-    fn stages(&mut self, index: usize, kernel: Kernel, elements: u32) -> Stages<'_> {
+    /// Return the chunk buffers of slot `index`.
+    fn stages(&mut self, index: usize) -> Stages<'_> {
+        let slot = &self.slots[index];
+        let len = slot.elements.unwrap_or(0) as usize * slot.element_bytes(true).unwrap_or(0);
         let stride = usize::from(self.group.config.chunk_len_bytes);
         let slot_len = stride * self.group.stages;
-        let bytes = &mut self.bytes[index * slot_len..][..slot_len];
-        Stages { bytes, stride, len: elements as usize * kernel.accumulator().size_bytes() }
+        Stages { bytes: &mut self.bytes[index * slot_len..][..slot_len], stride, len }
     }
 
     /// Return where the value of slot `index` lies in the group's bytes: at the start of its buffers.
@@ -405,10 +406,7 @@ impl Live<'_> {
 /// Write the two operations of a mismatch into a Nak: the first into the header's fields, the other packed.
 fn put_ops(nak: &mut Repr, ops: Option<(OpDesc, OpDesc)>) {
     let Some((first, other)) = ops else { return };
-    nak.collective = Some(first.collective);
-    nak.dtype = first.dtype;
-    nak.op = first.op;
-    nak.bits = first.count;
+    nak.set_op(&first);
     nak.bits2 = pack_op(&other);
 }
 
@@ -417,13 +415,15 @@ fn tree_is_valid(tree: &TreeConfig) -> bool {
     (1..=sumac_hal::wire::MAX_CHILDREN as u16).contains(&tree.children)
 }
 
-/// Tell whether this node can do an operation.
+/// Tell whether this node can do an operation: it knows the collective, and has a kernel for what combines.
 fn supported(op: &OpDesc) -> bool {
-    match op.collective {
-        Collective::Barrier => op.dtype.is_none() && op.op.is_none(),
-        Collective::AllReduce => {
-            matches!((op.dtype, op.op), (Some(dtype), Some(op)) if Kernel::new(dtype, op).is_some())
-        }
-        _ => false,
+    if op.collective == Collective::Barrier {
+        return op.dtype.is_none() && op.op.is_none();
     }
+    let fits = match (op.dtype, op.op) {
+        (Some(dtype), Some(reduce)) => op.collective.reduces() && Kernel::new(dtype, reduce).is_some(),
+        (Some(_), None) => !op.collective.reduces(),
+        _ => false,
+    };
+    fits && op.collective.is_offloadable()
 }

@@ -7,6 +7,7 @@ use crate::slot::State;
 use sumac_hal::ctrl::DropReason;
 use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::port::Addr;
+use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::{Kind, NakReason, Repr, unpack_op};
 
@@ -38,10 +39,22 @@ impl Live<'_> {
             }
         }
         match (repr.kind, repr.reason) {
-            (Kind::Result | Kind::Done, _) => self.on_answer(repr, payload, payload_crc, now),
+            (Kind::Result | Kind::Done, _) => self.on_answers(repr, payload, payload_crc, now),
             (Kind::Status, _) => self.on_status(repr, now),
             (Kind::Nak, Some(reason)) => self.on_nak(reason, repr, now),
             _ => self.common.drop_packet(DropReason::BadKind),
+        }
+    }
+
+    /// Take in the answer to one chunk, or the Done of a run of them.
+    fn on_answers(&mut self, repr: &Repr, payload: &[u8], payload_crc: u32, now: Instant) {
+        let count = u64::from(repr.count);
+        let is_run = repr.kind == Kind::Done && (1..=RUN - repr.seq.0 % RUN).contains(&count);
+        if count != 1 && !is_run {
+            return self.common.drop_packet(DropReason::BadKind);
+        }
+        for next in 0..count {
+            self.on_answer(&Repr { seq: ChunkNo(repr.seq.0 + next), count: 1, ..*repr }, payload, payload_crc, now);
         }
     }
 
@@ -59,7 +72,7 @@ impl Live<'_> {
             let reason = if duplicate { DropReason::Duplicate } else { DropReason::Unexpected };
             return self.common.drop_packet(reason);
         }
-        let size = slot.op.dtype.map_or(0, |dtype| dtype.size_bytes());
+        let size = slot.element_bytes(false).unwrap_or(0);
         let expected = slot.elements.map_or(payload.len(), |elements| elements as usize * size);
         let limit = usize::from(self.group.config.chunk_len_bytes);
         let fits = match repr.kind {

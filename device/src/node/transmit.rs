@@ -13,8 +13,9 @@ use crate::slot::{Slot, State};
 use sumac_hal::ctrl::SharedLink;
 use sumac_hal::ids::ChildIndex;
 use sumac_hal::port::Addr;
+use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, Repr, pack_op, payload_crc};
+use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, Repr, payload_crc};
 
 /// What a group may send in its turn before the next one's, in bytes.
 const QUANTUM_BYTES: usize = 64 * 1024;
@@ -125,10 +126,7 @@ impl Live<'_> {
             repr.reason = Some(failure.reason);
             super::put_ops(&mut repr, failure.ops.or(Some((slot.op, slot.op))));
         } else {
-            repr.collective = Some(slot.op.collective);
-            repr.dtype = slot.op.dtype;
-            repr.op = slot.op.op;
-            repr.bits = slot.op.count;
+            repr.set_op(&slot.op);
             if slot.value_len > 0 {
                 repr.kind = Kind::Data;
                 repr.flags |= Flags::PARTIAL;
@@ -137,11 +135,60 @@ impl Live<'_> {
         repr.signature = slot.signature;
         repr.attempt = slot.attempt;
         repr.flags.set(Flags::WANT, !slot.want.is_empty());
+        if repr.kind == Kind::Empty {
+            repr.count = self.run_up(index);
+        }
         let Some(Parent { addr, hop, listening, .. }) = &mut self.group.parent else { return None };
-        hop.on_sent(slot.local, now);
-        repr.flags.set(Flags::SHARED, repr.kind == Kind::Data && listening.asks());
+        (0..u64::from(repr.count)).for_each(|next| hop.on_sent(slot.local + next, now));
+        let listens = repr.flags.contains(Flags::WANT) && listening.asks();
+        repr.flags.set(Flags::SHARED, listens);
         let to = *addr;
         Some(self.with_value(to, repr, index))
+    }
+
+    /// Let the Empty of slot `index` cover the next chunks' too, as far as they are Empty of the same operation, are
+    /// to be sent now, and belong to the same run of the shard (PROTOCOL 1). Returns how many it covers.
+    fn run_up(&mut self, index: usize) -> u16 {
+        let first = self.slots[index];
+        let mut count = 1;
+        while !(first.local + count).is_multiple_of(RUN) {
+            let next = self.slot_index(first.local + count);
+            let slot = &self.slots[next];
+            let alike = slot.holds(first.local + count)
+                && slot.state == State::Up
+                && slot.value_len == 0
+                && slot.signature == first.signature
+                && slot.want.is_empty() == first.want.is_empty();
+            if !(alike && self.group.up.contains(next)) {
+                break;
+            }
+            self.group.up.remove(next);
+            count += 1;
+        }
+        count as u16
+    }
+
+    /// Let the Done of slot `index` to `child` cover the next chunks' too, under the same conditions.
+    fn run_down(&mut self, index: usize, child: usize) -> u16 {
+        let first = self.slots[index];
+        let mut count = 1;
+        while !(first.local + count).is_multiple_of(RUN) {
+            let next = self.slot_index(first.local + count);
+            let slot = &mut self.slots[next];
+            let alike = slot.holds(first.local + count)
+                && slot.state == State::Answered
+                && slot.signature == first.signature
+                && !slot.has_result_for(child);
+            if !(alike && slot.pending.contains(child)) {
+                break;
+            }
+            slot.pending.remove(child);
+            if slot.pending.is_empty() {
+                self.group.down.remove(next);
+            }
+            count += 1;
+        }
+        count as u16
     }
 
     fn transmit_down(&mut self, index: usize, child: usize) -> Option<Outgoing> {
@@ -155,9 +202,10 @@ impl Live<'_> {
             self.common.counters.naks += 1;
             return Some(bare(to, &nak));
         }
-        let with_result = slot.value_len > 0 && slot.want.contains(child);
-        let kind = if with_result { Kind::Result } else { Kind::Done };
-        let repr = describe(slot, self.down_header(kind, child, seq, token));
+        let kind = if slot.has_result_for(child) { Kind::Result } else { Kind::Done };
+        let count = if kind == Kind::Done { self.run_down(index, child) } else { 1 };
+        let header = Repr { count, ..self.down_header(kind, child, seq, token) };
+        let repr = describe(&self.slots[index], header);
         Some(self.with_value(to, repr, index))
     }
 
@@ -205,16 +253,9 @@ impl Live<'_> {
 
 /// Write what the slot's operation is into the header of its answer.
 fn describe(slot: &Slot, header: Repr) -> Repr {
-    Repr {
-        collective: Some(slot.op.collective),
-        dtype: slot.op.dtype,
-        op: slot.op.op,
-        signature: slot.signature,
-        attempt: slot.attempt,
-        bits: slot.op.count,
-        bits2: pack_op(&slot.op),
-        ..header
-    }
+    let mut repr = Repr { signature: slot.signature, attempt: slot.attempt, ..header };
+    repr.set_op(&slot.op);
+    repr
 }
 
 /// Return a packet that is all header.

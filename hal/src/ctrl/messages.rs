@@ -6,6 +6,7 @@ use crate::key::GroupSecret;
 use crate::port::Addr;
 use crate::shard::MAX_SHARDS;
 use crate::uplink::HopTimers;
+use core::num::NonZeroU32;
 use core::time::Duration;
 use heapless::{String, Vec};
 use serde::{Deserialize, Serialize};
@@ -177,6 +178,8 @@ pub struct GroupConfig {
     pub slots: u16,
     /// The payload limit of a packet in this group, in bytes: the smallest of its tree.
     pub chunk_len_bytes: u16,
+    /// The ranks of the communicator, over the whole tree: what the root divides averages by.
+    pub ranks: NonZeroU32,
     /// How long it lives without a valid packet or a renewal.
     pub lease_ms: u32,
     /// The timers of its hops.

@@ -3,6 +3,7 @@ use crate::ids::{BootId, ChildIndex, Epoch, GroupId, TreeId};
 use crate::key::GroupSecret;
 use crate::port::Addr;
 use crate::uplink::HopTimers;
+use core::num::NonZeroU32;
 use proptest::prelude::*;
 
 fn group() -> GroupConfig {
@@ -18,6 +19,7 @@ fn group() -> GroupConfig {
         window_max: 32,
         slots: 64,
         chunk_len_bytes: 1376,
+        ranks: NonZeroU32::new(600).unwrap(),
         lease_ms: 30_000,
         timers: HopTimers::DEFAULT.into(),
     }
@@ -33,9 +35,9 @@ fn frame<M: Serialize>(message: &M) -> Vec<u8> {
     encode(message, &mut [0; 1024]).unwrap().to_vec()
 }
 
-/// Version 1, byte for byte. A change here is a new version.
+/// Version 2, byte for byte. A change here is a new version.
 #[test]
-fn golden_bytes_of_version_1() {
+fn golden_bytes_of_version_2() {
     let install = frame(&Envelope { id: 1, message: Request::InstallTree(tree()) });
     let create = frame(&Envelope { id: 2, message: Request::CreateGroup(group()) });
     let refused = frame(&Envelope { id: 2, message: Response::Refused(Refusal::NoSlots { need: 64 }) });
@@ -45,9 +47,9 @@ fn golden_bytes_of_version_1() {
     assert_eq!(hex(&refused), GOLDEN_REFUSED);
 }
 
-const GOLDEN_INSTALL: &str = "5363010012000000e1333a21010105010200007f000001b725010703c801";
-const GOLDEN_CREATE: &str = "5363010041000000d369b1a90203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ab0ea01d00fa08d06c096b102";
-const GOLDEN_REFUSED: &str = "53630100040000003fd3efac02020740";
+const GOLDEN_INSTALL: &str = "5363020012000000ffc92c79010105010200007f000001b725010703c801";
+const GOLDEN_CREATE: &str = "536302004300000041f3c2d20203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b102";
+const GOLDEN_REFUSED: &str = "53630200040000002129f9f402020740";
 
 #[test]
 fn messages_round_trip() {

@@ -1,12 +1,15 @@
-//! Conversion between f32 and its two 16-bit relatives, as the bits of each.
+//! Conversion between f32 and its narrower relatives (f16, bf16, fp8 E4M3 and E5M2), as the bits of each.
 //!
 //! Written without branches, in 32-bit integer and float operations that every vector unit has: the `half` crate
-//! asks the processor's features at each element, which no compiler vectorises. Widening is exact. Narrowing rounds
-//! to nearest even, overflows to infinity, keeps subnormals, and makes every NaN canonical. No operation here
-//! gives a subnormal f32 from a normal one, so that nothing is slow or lost where the processor flushes those.
+//! asks the processor's features at each element, which no compiler vectorises, and a table of 256 entries is a
+//! gather. Widening is exact. Narrowing rounds to nearest even, keeps subnormals, makes every NaN canonical, and
+//! overflows to infinity, or in E4M3, which has none, to NaN: the non-saturating conversions of the OCP 8-bit
+//! Floating Point Specification (OFP8, section 5.2.1). No operation here gives a subnormal f32 from a normal one, so
+//! that nothing is slow or lost where the processor flushes those.
 //!
-//! The method for f16 is Fabian Giesen's: a re-biased exponent for normal numbers, and one float addition that
-//! aligns the significand of subnormal ones ("Half to float done quic" and "Float->half variants", public domain).
+//! The method for the formats with fewer exponent bits than f32 is Fabian Giesen's: a re-biased exponent for normal
+//! numbers, and one float addition that aligns the significand of subnormal ones ("Half to float done quic" and
+//! "Float->half variants", public domain).
 
 /// The canonical NaN of binary16.
 pub(super) const F16_NAN: u16 = 0x7e00;
@@ -14,43 +17,70 @@ pub(super) const F16_NAN: u16 = 0x7e00;
 /// The canonical NaN of bfloat16.
 pub(super) const BF16_NAN: u16 = 0x7fc0;
 
+/// The canonical NaN of E4M3: besides its negative the only one. It follows the greatest number, 448 = 0x7e.
+pub(super) const E4M3_NAN: u8 = 0x7f;
+
+/// The canonical NaN of E5M2.
+pub(super) const E5M2_NAN: u8 = 0x7e;
+
 const F32_MAGNITUDE: u32 = 0x7fff_ffff;
 const F32_INFINITY: u32 = 0x7f80_0000;
-const F32_EXPONENT_SHIFT: u32 = 23;
+const F32_NAN: u32 = 0x7fc0_0000;
+const F32_FRACTION_BITS: u32 = 23;
+const F32_BIAS: u32 = 127;
 
-/// How much longer f32's significand is than f16's.
-const F16_SHIFT: u32 = 13;
-
-/// f16's infinity: an exponent of all ones.
+const F16_FRACTION_BITS: u32 = 10;
+const F16_BIAS: u32 = 15;
 const F16_INFINITY: u32 = 0x7c00;
 
-/// What turns f16's exponent bias (15) into f32's (127), in place.
-const F16_REBIAS: u32 = (127 - 15) << F32_EXPONENT_SHIFT;
+const E4M3_FRACTION_BITS: u32 = 3;
+const E4M3_BIAS: u32 = 7;
 
-/// 2^-14, the least normal f16, as the bits of an f32.
-const F16_LEAST_NORMAL: u32 = (127 - 14) << F32_EXPONENT_SHIFT;
+// E5M2 is the upper half of binary16.
+const E5M2_FRACTION_BITS: u32 = 2;
+const E5M2_INFINITY: u32 = 0x7c;
 
-/// 2^16, from where on every number rounds to f16's infinity, as the bits of an f32. (Below it, from 65520 on, the
-/// carry of the rounding does the same.)
-const F16_OVERFLOW: u32 = (127 + 16) << F32_EXPONENT_SHIFT;
+/// Return 2^exponent, a normal number, as the bits of an f32.
+const fn power_of_two(exponent: i32) -> u32 {
+    ((F32_BIAS as i32 + exponent) as u32) << F32_FRACTION_BITS
+}
+
+/// Return the f32 bits of a finite magnitude in a narrower format.
+#[inline(always)]
+fn widen<const FRACTION_BITS: u32, const BIAS: u32>(magnitude: u32) -> u32 {
+    let least_normal = const { power_of_two(1 - BIAS as i32) };
+    let shifted = magnitude << (F32_FRACTION_BITS - FRACTION_BITS);
+    let normal = shifted + const { (F32_BIAS - BIAS) << F32_FRACTION_BITS };
+    // 2^(1-bias) x (1 + m) - 2^(1-bias) = 2^(1-bias) x m: exact, and no operand is a subnormal f32.
+    let subnormal = (f32::from_bits(shifted + least_normal) - f32::from_bits(least_normal)).to_bits();
+    if shifted < 1 << F32_FRACTION_BITS { subnormal } else { normal }
+}
+
+/// Round the magnitude of an f32, in bits, to a narrower format; `most` (its infinity or NaN) is where overflow goes,
+/// and NaNs too.
+#[inline(always)]
+fn narrow<const FRACTION_BITS: u32, const BIAS: u32>(magnitude: u32, most: u32) -> u32 {
+    let shift = const { F32_FRACTION_BITS - FRACTION_BITS };
+    // Half a unit minus one, plus the lowest kept bit, carries exactly where nearest-even rounds up.
+    let odd = (magnitude >> shift) & 1;
+    let rebias = const { (F32_BIAS - BIAS) << F32_FRACTION_BITS };
+    let normal = magnitude.wrapping_sub(rebias).wrapping_add((1 << (shift - 1)) - 1).wrapping_add(odd) >> shift;
+    // A unit of f32 at this magnitude is the narrower format's least subnormal: the addition does the rounding.
+    let align = const { power_of_two(1 - BIAS as i32 + (F32_FRACTION_BITS - FRACTION_BITS) as i32) };
+    let subnormal = (f32::from_bits(magnitude) + f32::from_bits(align)).to_bits().wrapping_sub(align);
+    let finite = if magnitude < const { power_of_two(1 - BIAS as i32) } { subnormal } else { normal };
+    // As signed numbers, which the two are not too large for: the oldest vector units compare no others.
+    (finite as i32).min(most as i32) as u32
+}
 
 /// Return the f32 of equal value to a binary16.
 #[inline(always)]
 pub(super) fn f16_to_f32(bits: u16) -> f32 {
     let sign = (u32::from(bits) & 0x8000) << 16;
-    let shifted = (u32::from(bits) & 0x7fff) << F16_SHIFT;
-    let normal = shifted + F16_REBIAS;
-    // 2^-14 x (1 + m) - 2^-14 = 2^-14 x m: exact, and no operand is a subnormal f32.
-    let subnormal = (f32::from_bits(shifted + F16_LEAST_NORMAL) - f32::from_bits(F16_LEAST_NORMAL)).to_bits();
-    let special = shifted | F32_INFINITY;
-    let magnitude = if shifted >= F16_INFINITY << F16_SHIFT {
-        special
-    } else if shifted < 0x0400 << F16_SHIFT {
-        subnormal
-    } else {
-        normal
-    };
-    f32::from_bits(sign | magnitude)
+    let magnitude = u32::from(bits) & 0x7fff;
+    // Twice the difference of the biases takes an exponent of all ones to one of all ones.
+    let special = if magnitude >= F16_INFINITY { (F32_BIAS - F16_BIAS) << F32_FRACTION_BITS } else { 0 };
+    f32::from_bits(sign | (widen::<F16_FRACTION_BITS, F16_BIAS>(magnitude) + special))
 }
 
 /// Round an f32 to a binary16.
@@ -58,14 +88,7 @@ pub(super) fn f16_to_f32(bits: u16) -> f32 {
 pub(super) fn f32_to_f16(value: f32) -> u16 {
     let bits = value.to_bits();
     let magnitude = bits & F32_MAGNITUDE;
-    // Half a unit minus one, plus the lowest kept bit, carries exactly where nearest-even rounds up.
-    let odd = (magnitude >> F16_SHIFT) & 1;
-    let normal =
-        magnitude.wrapping_sub(F16_REBIAS).wrapping_add((1 << (F16_SHIFT - 1)) - 1).wrapping_add(odd) >> F16_SHIFT;
-    // A unit of f32 in [0.5, 1) is 2^-24, f16's least subnormal: the addition does the rounding.
-    let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5_f32.to_bits());
-    let finite = if magnitude < F16_LEAST_NORMAL { subnormal } else { normal };
-    let signed = ((bits >> 16) & 0x8000) | if magnitude >= F16_OVERFLOW { F16_INFINITY } else { finite };
+    let signed = ((bits >> 16) & 0x8000) | narrow::<F16_FRACTION_BITS, F16_BIAS>(magnitude, F16_INFINITY);
     if magnitude > F32_INFINITY { F16_NAN } else { signed as u16 }
 }
 
@@ -79,7 +102,41 @@ pub(super) fn bf16_to_f32(bits: u16) -> f32 {
 #[inline(always)]
 pub(super) fn f32_to_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
-    // As for f16; a carry out of the significand raises the exponent, in the end to infinity. Only NaNs wrap.
+    // As in `narrow`; a carry out of the significand raises the exponent, in the end to infinity. Only NaNs wrap.
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     if bits & F32_MAGNITUDE > F32_INFINITY { BF16_NAN } else { rounded as u16 }
+}
+
+/// Return the f32 of equal value to an E4M3.
+#[inline(always)]
+pub(super) fn e4m3_to_f32(bits: u8) -> f32 {
+    let sign = (u32::from(bits) & 0x80) << 24;
+    let magnitude = u32::from(bits) & 0x7f;
+    let finite = widen::<E4M3_FRACTION_BITS, E4M3_BIAS>(magnitude);
+    f32::from_bits(sign | if magnitude == u32::from(E4M3_NAN) { F32_NAN } else { finite })
+}
+
+/// Round an f32 to an E4M3; what rounds to more than 448 becomes NaN.
+#[inline(always)]
+pub(super) fn f32_to_e4m3(value: f32) -> u8 {
+    let bits = value.to_bits();
+    let magnitude = narrow::<E4M3_FRACTION_BITS, E4M3_BIAS>(bits & F32_MAGNITUDE, u32::from(E4M3_NAN));
+    // 448 + 32 would be E4M3_NAN's own bits: overflow and NaN meet there, and lose their sign.
+    let sign = (bits >> 24) & 0x80;
+    (if magnitude == u32::from(E4M3_NAN) { magnitude } else { sign | magnitude }) as u8
+}
+
+/// Return the f32 of equal value to an E5M2.
+#[inline(always)]
+pub(super) fn e5m2_to_f32(bits: u8) -> f32 {
+    f16_to_f32(u16::from(bits) << 8)
+}
+
+/// Round an f32 to an E5M2.
+#[inline(always)]
+pub(super) fn f32_to_e5m2(value: f32) -> u8 {
+    let bits = value.to_bits();
+    let magnitude = bits & F32_MAGNITUDE;
+    let signed = ((bits >> 24) & 0x80) | narrow::<E5M2_FRACTION_BITS, F16_BIAS>(magnitude, E5M2_INFINITY);
+    if magnitude > F32_INFINITY { E5M2_NAN } else { signed as u8 }
 }

@@ -141,6 +141,8 @@ pub struct Repr {
     pub bits: u64,
     /// See the table in [`wire`](crate::wire).
     pub bits2: u64,
+    /// The operation's root, rank 0 if it has none.
+    pub root: Rank,
 }
 
 impl Repr {
@@ -167,6 +169,7 @@ impl Repr {
             attempt: 0,
             bits: 0,
             bits2: 0,
+            root: Rank(0),
         }
     }
 
@@ -209,6 +212,7 @@ impl Repr {
             attempt: packet.attempt(),
             bits: packet.bits(),
             bits2: packet.bits2(),
+            root: Rank(packet.root()),
         })
     }
 
@@ -244,34 +248,66 @@ impl Repr {
         packet.set_attempt(self.attempt);
         packet.set_bits(self.bits);
         packet.set_bits2(self.bits2);
+        packet.set_root(self.root.0);
         packet.seal(payload_crc);
+    }
+
+    /// Write the operation that a contribution or an answer belongs to into the fields that describe it.
+    pub fn set_op(&mut self, desc: &OpDesc) {
+        self.collective = Some(desc.collective);
+        self.dtype = desc.dtype;
+        self.op = desc.op;
+        self.root = desc.root;
+        self.bits = desc.count;
     }
 
     /// Describe the operation that a contribution belongs to, if it names a collective.
     pub fn op_desc(&self) -> Option<OpDesc> {
         let collective = self.collective?;
-        Some(OpDesc { collective, dtype: self.dtype, op: self.op, root: Rank(0), count: self.bits })
+        Some(OpDesc { collective, dtype: self.dtype, op: self.op, root: self.root, count: self.bits })
     }
 }
 
-/// Pack an operation into 64 bits for Nak(Mismatch): collective, type, operator, 40 bits of count.
+/// Pack an operation into 64 bits for Nak(Mismatch), from the lowest: 4 bits of collective, 5 of type, 5 of operator,
+/// 14 of root, 36 of count. What does not fit is told as the most that does: it only names an error.
 pub fn pack_op(desc: &OpDesc) -> u64 {
-    let count = desc.count.min((1 << 40) - 1);
-    count << 24
-        | u64::from(desc.op.map_or(0, ReduceOp::to_wire)) << 16
-        | u64::from(desc.dtype.map_or(0, Dtype::to_wire)) << 8
-        | u64::from(desc.collective.to_wire())
+    let number = |wire: u8, bits: u32| u64::from(wire) & ((1 << bits) - 1);
+    let root = u64::from(desc.root.0).min((1 << 14) - 1);
+    number(desc.collective.to_wire(), 4)
+        | number(desc.dtype.map_or(0, Dtype::to_wire), 5) << 4
+        | number(desc.op.map_or(0, ReduceOp::to_wire), 5) << 9
+        | root << 14
+        | desc.count.min((1 << 36) - 1) << 28
 }
 
 /// Unpack what [`pack_op`] packed; `None` if a number is not of this version.
-pub fn unpack_op(bits: u64) -> Option<OpDesc> {
-    let [collective, dtype, op, ..] = bits.to_le_bytes();
-    let some = |number: u8| (number != 0).then_some(number);
+pub fn unpack_op(packed: u64) -> Option<OpDesc> {
+    let bits = |from: u32, bits: u32| packed >> from & ((1 << bits) - 1);
+    let some = |number: u64| (number != 0).then_some(number as u8);
     Some(OpDesc {
-        collective: Collective::from_wire(collective)?,
-        dtype: some(dtype).map(|n| Dtype::from_wire(n).ok_or(())).transpose().ok()?,
-        op: some(op).map(|n| ReduceOp::from_wire(n).ok_or(())).transpose().ok()?,
-        root: Rank(0),
-        count: bits >> 24,
+        collective: Collective::from_wire(bits(0, 4) as u8)?,
+        dtype: some(bits(4, 5)).map(|n| Dtype::from_wire(n).ok_or(())).transpose().ok()?,
+        op: some(bits(9, 5)).map(|n| ReduceOp::from_wire(n).ok_or(())).transpose().ok()?,
+        root: Rank(bits(14, 14) as u32),
+        count: bits(28, 36),
     })
 }
+
+// The numbers have to fit the bits that a packed operation has for them.
+const _: () = {
+    let mut i = 0;
+    while i < Collective::ALL.len() {
+        assert!((Collective::ALL[i].to_wire() as u32) < 1 << 4);
+        i += 1;
+    }
+    let mut i = 0;
+    while i < Dtype::ALL.len() {
+        assert!((Dtype::ALL[i].to_wire() as u32) < 1 << 5);
+        i += 1;
+    }
+    let mut i = 0;
+    while i < ReduceOp::ALL.len() {
+        assert!((ReduceOp::ALL[i].to_wire() as u32) < 1 << 5);
+        i += 1;
+    }
+};

@@ -29,7 +29,8 @@
 //! | 62 | reserved | u16 | 0, ignored |
 //! | 64 | bits | u64 | Data, Ref, Empty: element count of the whole operation. Probe: bit i = the answer to the i-th seq of the same shard from `seq` on is held. Status: bit i = the child's contribution to that seq is in. Nak(Mismatch): count of the first operation seen |
 //! | 72 | bits2 | u64 | Status: bit i = that seq is complete here. Nak(Mismatch): the other operation, packed by [`pack_op`] |
-//! | 80 | spare | 12 B | 0, ignored |
+//! | 80 | root | u32 | the root of rooted collectives, 0 otherwise |
+//! | 84 | spare | 8 B | 0, ignored |
 //! | 92 | crc | u32 | CRC-32C of bytes 0..92 followed by the CRC-32C of the payload, little-endian |
 //!
 //! The checksum is taken in two levels, so that a node which sends one payload to 256 children reads it once.

@@ -82,6 +82,7 @@ mod field {
     pub(super) const ATTEMPT: Range<usize> = 60..62;
     pub(super) const BITS: Range<usize> = 64..72;
     pub(super) const BITS2: Range<usize> = 72..80;
+    pub(super) const ROOT: Range<usize> = 80..84;
     pub(super) const CRC: Range<usize> = 92..96;
 }
 
@@ -229,6 +230,8 @@ impl<T: AsRef<[u8]>> Packet<T> {
         bits: u64 = BITS;
         /// Return the second bitmap field.
         bits2: u64 = BITS2;
+        /// Return the root field.
+        root: u32 = ROOT;
         /// Return the checksum field.
         crc: u32 = CRC;
     }
@@ -276,6 +279,7 @@ impl<T: AsRef<[u8]> + AsMut<[u8]>> Packet<T> {
         set_attempt: u16 = ATTEMPT;
         set_bits: u64 = BITS;
         set_bits2: u64 = BITS2;
+        set_root: u32 = ROOT;
     }
 
     /// Write the checksum, last.

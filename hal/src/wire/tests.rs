@@ -1,5 +1,5 @@
 use super::*;
-use crate::ids::{ChildIndex, ChunkNo, Epoch, GroupId};
+use crate::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
 use crate::op::{Collective, Dtype, OpDesc, ReduceOp};
 use proptest::prelude::*;
 
@@ -19,6 +19,7 @@ fn sample() -> Repr {
         attempt: 3,
         bits: 0x5152_5354_5556_5758,
         bits2: 0x6162_6364_6566_6768,
+        root: Rank(0x9192_9394),
         ..Repr::new(
             Kind::Data,
             GroupId(0x7172_7374),
@@ -47,7 +48,7 @@ fn golden_bytes_of_version_1() {
         0x18, 0x17, 0x16, 0x15, 0x14, 0x13, 0x12, 0x11, 0x88, 0x87, 0x86, 0x85, 0x84, 0x83, 0x82, 0x81,
         0x24, 0x23, 0x22, 0x21, 0x34, 0x33, 0x32, 0x31, 0x42, 0x41, 0x04, 0x00, 0x03, 0x00, 0x00, 0x00,
         0x58, 0x57, 0x56, 0x55, 0x54, 0x53, 0x52, 0x51, 0x68, 0x67, 0x66, 0x65, 0x64, 0x63, 0x62, 0x61,
-        0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x5b, 0xb8, 0xc6, 0x8e,
+        0x94, 0x93, 0x92, 0x91, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0xcc, 0x89, 0x07, 0x42,
         0xde, 0xad, 0xbe, 0xef,
     ];
     assert_eq!(emit(&sample(), &[0xde, 0xad, 0xbe, 0xef]), golden);
@@ -97,9 +98,18 @@ fn unknown_numbers_are_named() {
 
 #[test]
 fn packed_operations_round_trip() {
-    for desc in [OpDesc::barrier(), OpDesc::all_reduce(Dtype::I64, ReduceOp::Max, 123_456_789)] {
+    let last = (Dtype::ALL[Dtype::ALL.len() - 1], ReduceOp::ALL[ReduceOp::ALL.len() - 1]);
+    for desc in [
+        OpDesc::barrier(),
+        OpDesc::all_reduce(Dtype::I64, ReduceOp::Max, 123_456_789),
+        OpDesc::reduce(last.0, last.1, Rank((1 << 14) - 1), (1 << 36) - 1),
+        OpDesc::broadcast(Dtype::Bf16, Rank(7), 0),
+    ] {
         assert_eq!(unpack_op(pack_op(&desc)), Some(desc));
     }
+    let beyond = OpDesc::broadcast(Dtype::F32, Rank(1 << 20), 1 << 50);
+    let most = OpDesc::broadcast(Dtype::F32, Rank((1 << 14) - 1), (1 << 36) - 1);
+    assert_eq!(unpack_op(pack_op(&beyond)), Some(most));
     assert_eq!(unpack_op(0), None);
 }
 

@@ -17,7 +17,8 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use sumac_hal::op::{Path as Way, ReduceOp};
+use sumac_hal::op::{Dtype, Path as Way, ReduceOp};
+use sumac_hal::reduce::Kernel;
 
 /// How long ranks may take to join, besides the operation's own deadline.
 const JOIN_LIMIT: Duration = Duration::from_secs(60);
@@ -28,7 +29,7 @@ pub(crate) struct AllReduceArgs {
     /// How to combine the arrays
     #[arg(long, value_name = "OP", default_value = "sum", value_parser = options::op_parser())]
     op: ReduceOp,
-    /// One rank's array, a .npy file of <f2, <f4, <f8, <i4 or <i8; give it once a rank
+    /// One rank's array, a .npy file of integers (i1 to i8, u1 to u8) or floats (f2, f4, f8); give it once a rank
     #[arg(long = "input", value_name = "FILE", required = true)]
     inputs: Vec<PathBuf>,
     /// Where to write the result; replaced if it exists
@@ -56,6 +57,7 @@ pub(crate) struct AllReduceArgs {
 pub(crate) fn run(args: &AllReduceArgs, verbose: u8) -> Result<(), Failure> {
     let arrays = Array::inspect_all(&args.inputs).map_err(Failure::input)?;
     let ranks = u32::try_from(arrays.len()).map_err(Failure::input)?;
+    check_op(args.op, arrays[0].dtype())?;
     let layout = match &args.topology {
         Some(path) => Layout::from_file(path, ranks),
         None => Layout::generated(args.levels, ranks),
@@ -75,6 +77,16 @@ pub(crate) fn run(args: &AllReduceArgs, verbose: u8) -> Result<(), Failure> {
         writeln!(io::stdout(), "# not by the tree: {why}")?;
     }
     Ok(())
+}
+
+/// Refuse an operator that the arrays' elements do not go together with, or that needs more than an array.
+fn check_op(op: ReduceOp, dtype: Dtype) -> Result<(), Failure> {
+    let why = match op {
+        ReduceOp::PremulSum => Some("each rank has a scalar of its own, which arrays don't have; use sum"),
+        _ if op.is_located() => Some("elements are pairs of a value and an index, which arrays don't have"),
+        _ => Kernel::why_not(dtype, op),
+    };
+    why.map_or(Ok(()), |why| Err(Failure::Input(anyhow!("{op} of {dtype}: {why}"))))
 }
 
 /// What the ranks agree on.

@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use sumac_hal::ctrl::Order;
-use sumac_hal::op::{Collective, Dtype, Path, ReduceOp};
+use sumac_hal::ids::Rank;
+use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
 
 /// What one rank is to do.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -66,18 +67,32 @@ pub(crate) struct Case {
     pub(crate) collective: Collective,
     /// The element type; of no meaning in a barrier.
     pub(crate) dtype: Dtype,
-    /// The operator; of no meaning in a barrier.
+    /// The operator; of no meaning where nothing combines.
     pub(crate) op: ReduceOp,
-    /// Elements.
+    /// The root; of no meaning where there is none.
+    pub(crate) root: u32,
+    /// Elements of the whole operation, over all blocks.
     pub(crate) count: u64,
     /// The way asked for.
     pub(crate) algo: Algo,
 }
 
 impl Case {
+    /// Describe the operation.
+    pub(crate) fn desc(&self) -> OpDesc {
+        let Self { collective, dtype, op, root, count, .. } = *self;
+        OpDesc {
+            collective,
+            dtype: (collective != Collective::Barrier).then_some(dtype),
+            op: collective.reduces().then_some(op),
+            root: Rank(if collective.is_rooted() { root } else { 0 }),
+            count,
+        }
+    }
+
     /// Return the size of the operation in bytes.
     pub(crate) fn size_bytes(&self) -> u64 {
-        self.count * self.dtype.size_bytes() as u64
+        self.count * self.desc().element_bytes() as u64
     }
 }
 

@@ -26,6 +26,7 @@ mod size;
 mod stats;
 mod status;
 mod worker;
+mod workload;
 
 use args::{Cli, Command};
 use clap::Parser;

@@ -38,7 +38,7 @@ pub(crate) enum NpyError {
         why: String,
     },
     /// An element type without a kernel.
-    #[error("{}: element type {descr}; known are <f2, <f4, <f8, <i4 and <i8 (convert with numpy's astype)", path.display())]
+    #[error("{}: element type {descr}; known are little-endian i1 to i8, u1 to u8, f2, f4 and f8 (convert with numpy's astype)", path.display())]
     Type {
         /// The file.
         path: PathBuf,

@@ -10,7 +10,7 @@ pub(crate) use sumac::Algo;
 
 /// Accept an algorithm's name.
 pub(crate) fn algo_parser() -> impl TypedValueParser<Value = Algo> {
-    PossibleValuesParser::new(["auto", "tree", "ring", "hd"]).try_map(|name| Algo::from_str(&name))
+    PossibleValuesParser::new(Algo::ALL.map(Algo::name)).try_map(|name| Algo::from_str(&name))
 }
 
 /// Accept an element type's name.
@@ -27,7 +27,9 @@ pub(crate) fn op_parser() -> impl TypedValueParser<Value = ReduceOp> {
 
 /// Accept a collective's name.
 pub(crate) fn collective_parser() -> impl TypedValueParser<Value = Collective> {
-    let names = Collective::ALL.iter().map(|collective| collective.name());
+    // All-to-all-v has counts of its own at each rank, which no option says.
+    let names = Collective::ALL.iter().filter(|&&collective| collective != Collective::AllToAllV);
+    let names = names.map(|collective| collective.name());
     PossibleValuesParser::new(names).try_map(|name| Collective::from_name(&name).ok_or(Unknown))
 }
 

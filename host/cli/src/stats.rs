@@ -36,12 +36,16 @@ pub(crate) fn algbw_gbytes_s(size_bytes: u64, time_ns: f64) -> f64 {
     if time_ns > 0.0 { size_bytes as f64 / time_ns } else { 0.0 }
 }
 
-/// Return what nccl-tests multiplies the algorithm bandwidth by to get the bus bandwidth (`doc/PERFORMANCE.md` there):
-/// 2 (N-1) / N for an all-reduce, whatever path it takes; nothing moves in a barrier.
+/// Return what nccl-tests multiplies the algorithm bandwidth by to get the bus bandwidth (`doc/PERFORMANCE.md` there),
+/// whatever path is taken: 2 (N-1) / N for an all-reduce, (N-1) / N where each rank has a block, 1 where a whole buffer
+/// goes to or from one rank; nothing moves in a barrier.
 pub(crate) fn bus_factor(collective: Collective, ranks: u32) -> f64 {
+    let share = (f64::from(ranks) - 1.0) / f64::from(ranks.max(1));
     match collective {
-        Collective::AllReduce => 2.0 * (f64::from(ranks) - 1.0) / f64::from(ranks.max(1)),
-        _ => 0.0,
+        Collective::AllReduce => 2.0 * share,
+        Collective::Reduce | Collective::Broadcast => 1.0,
+        Collective::Barrier => 0.0,
+        _ => share,
     }
 }
 
@@ -79,6 +83,8 @@ mod tests {
         assert!((algbw - 16.777_216).abs() < 1e-9);
         assert_eq!(bus_factor(Collective::AllReduce, 4), 1.5);
         assert_eq!(bus_factor(Collective::AllReduce, 1), 0.0);
+        assert_eq!(bus_factor(Collective::AllGather, 4), 0.75);
+        assert_eq!(bus_factor(Collective::Broadcast, 4), 1.0);
         assert_eq!(bus_factor(Collective::Barrier, 4), 0.0);
         assert_eq!(algbw_gbytes_s(8, 0.0), 0.0);
     }

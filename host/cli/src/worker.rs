@@ -8,7 +8,7 @@ use crate::exit::Failure;
 use crate::job::{Case, Measured, RankJob, Report, Work};
 use crate::npy::Array;
 use crate::options::Algo;
-use crate::pattern::Pattern;
+use crate::workload::Workload;
 use anyhow::{Context, anyhow};
 use rustix::time::{ClockId, clock_gettime};
 use std::fs::OpenOptions;
@@ -16,7 +16,7 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 use sumac::{CallOptions, Communicator, JoinConfig, Outcome, ReduceOp};
-use sumac_hal::op::{Collective, Dtype};
+use sumac_hal::op::OpDesc;
 use sumac_hal::wire::crc32c;
 
 /// Read the job from stdin, do it, and report on stdout.
@@ -55,27 +55,23 @@ struct Bench<'a> {
     iterations: u32,
     /// Counts on over all cases, so that no case's values are an earlier one's.
     iteration: u64,
-    pattern: Option<(Dtype, ReduceOp, Pattern)>,
-    buffer: Vec<u8>,
+    /// The buffers of an operation, which its next algorithm takes over.
+    workload: Option<(OpDesc, Workload)>,
 }
 
 impl<'a> Bench<'a> {
     fn new(communicator: &'a Communicator, warmup: u32, iterations: u32) -> Self {
-        Self { communicator, warmup, iterations, iteration: 0, pattern: None, buffer: Vec::new() }
+        Self { communicator, warmup, iterations, iteration: 0, workload: None }
     }
 
     /// Measure a case: every iteration is checked, those after the warm-up count.
     fn measure(&mut self, case: &Case) -> Result<Report, Failure> {
-        let size_bytes = usize::try_from(case.size_bytes()).map_err(Failure::run)?;
-        if self.buffer.len() < size_bytes {
-            self.buffer.resize(size_bytes, 0);
-        }
+        let desc = case.desc();
+        usize::try_from(case.size_bytes()).map_err(Failure::run)?;
         let (rank, ranks) = (self.communicator.rank(), self.communicator.size());
-        let known = self.pattern.take().filter(|(dtype, op, _)| (*dtype, *op) == (case.dtype, case.op));
-        let (.., pattern) = self
-            .pattern
-            .insert(known.unwrap_or_else(|| (case.dtype, case.op, Pattern::new(case.dtype, case.op, rank, ranks))));
-        let buffer = &mut self.buffer[..size_bytes];
+        let known = self.workload.take().filter(|(known, _)| *known == desc);
+        let (_, workload) = self.workload.insert(known.unwrap_or_else(|| (desc, Workload::new(desc, rank, ranks))));
+        let options = CallOptions { algo: Some(case.algo), ..CallOptions::default() };
         let mut sum = Measured {
             times_ns: Vec::with_capacity(self.iterations as usize),
             wrong: 0,
@@ -88,11 +84,11 @@ impl<'a> Bench<'a> {
         };
         for nth in 0..u64::from(self.warmup) + u64::from(self.iterations) {
             self.iteration += 1;
-            pattern.fill(buffer, self.iteration);
+            workload.fill(self.iteration);
             self.communicator.barrier().map_err(|error| failed(case, &error))?;
             let cpu_before = cpu_time();
             let start = Instant::now();
-            let outcome = operate(self.communicator, case, buffer);
+            let outcome = workload.run(self.communicator, &options);
             let time = start.elapsed();
             let cpu = cpu_time().saturating_sub(cpu_before);
             let outcome = match outcome {
@@ -103,7 +99,7 @@ impl<'a> Bench<'a> {
             };
             // Nobody's check takes a core from a rank that is still being timed.
             self.communicator.barrier().map_err(|error| failed(case, &error))?;
-            sum.wrong += pattern.wrong(buffer, self.iteration);
+            sum.wrong += workload.wrong(self.iteration);
             if nth >= u64::from(self.warmup) {
                 sum.times_ns.push(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
                 sum.cpu_ns += u64::try_from(cpu.as_nanos()).unwrap_or(u64::MAX);
@@ -111,15 +107,6 @@ impl<'a> Bench<'a> {
             }
         }
         Ok(Report::Measured(sum))
-    }
-}
-
-/// Do the operation of a case: what is timed.
-fn operate(communicator: &Communicator, case: &Case, buffer: &mut [u8]) -> Result<Outcome, sumac::Error> {
-    let options = CallOptions { algo: Some(case.algo), deadline: None };
-    match case.collective {
-        Collective::Barrier => communicator.barrier_with(&options),
-        _ => communicator.all_reduce_bytes(buffer, case.dtype, case.op, &options),
     }
 }
 
@@ -146,8 +133,10 @@ fn reduce(
     let mut bytes = array.read(fortran_order).map_err(Failure::input)?;
     communicator.barrier().map_err(Failure::run)?;
     let start = Instant::now();
-    let options = CallOptions { algo: Some(algo), deadline: None };
-    let outcome = communicator.all_reduce_bytes(&mut bytes, array.dtype(), op, &options).map_err(Failure::run)?;
+    let options = CallOptions { algo: Some(algo), ..CallOptions::default() };
+    let count = bytes.len() / array.dtype().size_bytes();
+    let desc = OpDesc::all_reduce(array.dtype(), op, count as u64);
+    let outcome = communicator.run(&desc, bytes.as_mut_slice(), &options).map_err(Failure::run)?;
     let time = start.elapsed();
     if let Some(path) = output {
         let write = || OpenOptions::new().append(true).open(path)?.write_all(&bytes);

@@ -4,15 +4,17 @@
 //! Manber, "Two algorithms for barrier synchronization", International Journal of Parallel Programming 17(1),
 //! 1988). After step s a rank has heard, directly or not, from the 2^(s+1) - 1 ranks before it.
 
-use super::{Action, Place, Schedule, Span, Transfer};
+use super::{Buffer, Landing, Layout, Place, Recv, Schedule, Send, Span};
 
 /// Schedule a barrier: no rank gets through before every rank has entered.
 pub fn barrier(place: Place) -> Schedule {
-    let mut schedule = Schedule::new(place, 0);
+    let mut schedule = Schedule::moving(place, Layout::moves(0, 0, Some(0)));
     let mut distance = 1;
     while distance < place.ranks() {
-        let signal = |peer| Transfer { peer, span: Span::EMPTY, action: Action::Copy };
-        schedule.push(&[signal(place.after(distance))], &[signal(place.before(distance))]);
+        let nothing = Buffer::Output.at(Span::EMPTY);
+        let send = Send { peer: place.after(distance), from: nothing };
+        let recv = Recv { peer: place.before(distance), sent_from: Buffer::Output, landing: Landing::copy(nothing) };
+        schedule.exchange(&[send], &[recv]);
         // A communicator beyond 2^31 ranks would wrap the distance: it ends the loop instead.
         distance = distance.saturating_mul(2);
     }

@@ -1,13 +1,14 @@
 //! The ring: bandwidth-optimal, latency linear in the number of ranks.
 //!
-//! Steps 2(p-1); every rank sends 2n(p-1)/p elements and reduces n(p-1)/p, so an all-reduce costs
+//! All-reduce: steps 2(p-1); every rank sends 2n(p-1)/p elements and reduces n(p-1)/p:
 //! `2(p-1) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma` (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-//! algorithms for clusters of workstations", JPDC 69(2), 2009).
+//! algorithms for clusters of workstations", JPDC 69(2), 2009). Reduce-scatter and all-gather are its halves.
 //!
 //! The order of block b is `b, b+1, ..., b-1` from the left, round the ring: another one for each block, so a
 //! ring can't follow a declared tree order (`Order::Tree`).
 
-use super::{Action, Place, Schedule, Side, Span, Transfer};
+use super::{Buffer, Landing, Layout, Local, Place, Recv, Schedule, Send, Side, Span};
+use sumac_hal::ids::Rank;
 
 /// Schedule an all-reduce of `count` elements round the ring of all ranks.
 ///
@@ -15,36 +16,94 @@ use super::{Action, Place, Schedule, Side, Span, Transfer};
 /// `rank - s - 1`, whose sum is complete after step p-2 at rank b-1. The second half passes finished blocks
 /// once round.
 pub fn all_reduce(place: Place, count: usize) -> Schedule {
-    let mut schedule = Schedule::new(place, count);
+    let mut schedule = Schedule::reducing(place, Layout::all_reduce(count));
     let ranks = place.ranks();
-    let (next, previous) = (place.after(1), place.before(1));
-    let block = |index: u32| Span::of_blocks(count, ranks, index, index + 1);
-    for s in 0..ranks - 1 {
-        let action = Action::Reduce { received: Side::Left, completes: s == ranks - 2 };
-        schedule.push(
-            &[Transfer { peer: next, span: block(place.before(s).0), action }],
-            &[Transfer { peer: previous, span: block(place.before(s + 1).0), action }],
-        );
+    if ranks == 1 {
+        let whole = Span::first(count);
+        schedule.move_locally(&[Local::copy(Buffer::Input.at(whole), Buffer::Output.at(whole))]);
     }
+    let block = |rank: Rank| Span::of_block(count, ranks, rank.0);
     for s in 0..ranks - 1 {
-        let action = Action::Copy;
-        schedule.push(
-            &[Transfer { peer: next, span: block(place.before(s + ranks - 1).0), action }],
-            &[Transfer { peer: previous, span: block(place.before(s).0), action }],
-        );
+        let from = if s == 0 { Buffer::Input } else { Buffer::Work };
+        let to = if s == ranks - 2 { Buffer::Output } else { Buffer::Work };
+        let (passed, taken) = (block(place.before(s)), block(place.before(s + 1)));
+        let landing = Landing::combine(Buffer::Input.at(taken), Side::Left, to.at(taken));
+        pass(&mut schedule, from.at(passed), landing);
+    }
+    push_all_gather(&mut schedule, count, place.after(1));
+    schedule
+}
+
+/// Schedule a reduce-scatter of `count` elements: rank r gets block r of p.
+///
+/// It is the first half of the all-reduce, one block further on, so that rank r's block comes to it last. Partial
+/// blocks alternate between two places in `Work`; `Input` stays as it is.
+pub fn reduce_scatter(place: Place, count: usize) -> Schedule {
+    let ranks = place.ranks();
+    let block = |rank: Rank| Span::of_block(count, ranks, rank.0);
+    let own = block(place.rank());
+    let slot_len = count.div_ceil(ranks as usize);
+    let slots = ranks.saturating_sub(2).min(2) as usize;
+    let layout = Layout {
+        input: count,
+        output: own.len,
+        work: slots * slot_len,
+        work_in_output: false,
+        in_place_at: Some(own.start),
+    };
+    let mut schedule = Schedule::reducing(place, layout);
+    let result = Buffer::Output.at(Span::first(own.len));
+    if ranks == 1 {
+        schedule.move_locally(&[Local::copy(Buffer::Input.at(own), result)]);
+    }
+    let slot = |s: u32, len: usize| Buffer::Work.at(Span { start: (s % 2) as usize * slot_len, len });
+    for s in 0..ranks - 1 {
+        let (passed, taken) = (block(place.before(s + 1)), block(place.before(s + 2)));
+        let from = if s == 0 { Buffer::Input.at(passed) } else { slot(s - 1, passed.len) };
+        let to = if s == ranks - 2 { result } else { slot(s, taken.len) };
+        pass(&mut schedule, from, Landing::combine(Buffer::Input.at(taken), Side::Left, to));
     }
     schedule
+}
+
+/// Schedule an all-gather of `count` elements in all: rank r contributes block r of p.
+pub fn all_gather(place: Place, count: usize) -> Schedule {
+    let own = Span::of_block(count, place.ranks(), place.rank().0);
+    let mut schedule = Schedule::moving(place, Layout::moves(own.len, count, Some(own.start)));
+    schedule.move_locally(&[Local::copy(Buffer::Input.at(Span::first(own.len)), Buffer::Output.at(own))]);
+    push_all_gather(&mut schedule, count, place.rank());
+    schedule
+}
+
+/// Pass the blocks of `Output` once round, if this rank has block `own`.
+fn push_all_gather(schedule: &mut Schedule, count: usize, own: Rank) {
+    let ranks = schedule.place().ranks();
+    let block = |s: u32| {
+        let index = (u64::from(own.0) + u64::from(ranks) - u64::from(s)) % u64::from(ranks);
+        Buffer::Output.at(Span::of_block(count, ranks, index as u32))
+    };
+    for s in 0..ranks - 1 {
+        pass(schedule, block(s), Landing::copy(block(s + 1)));
+    }
+}
+
+/// Append a step that sends to the next rank and receives from the previous one, from the same buffer.
+fn pass(schedule: &mut Schedule, from: super::Region, landing: Landing) {
+    let place = schedule.place();
+    let send = Send { peer: place.after(1), from };
+    schedule.exchange(&[send], &[Recv { peer: place.before(1), sent_from: from.buffer, landing }]);
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sumac_hal::ids::Rank;
 
     #[test]
     fn rank_0_of_3_by_hand() {
         let schedule = all_reduce(Place::new(Rank(0), 3).expect("inside"), 7);
-        let spans: Vec<_> = schedule.steps().map(|step| (step.sends[0].span.start, step.recvs[0].span.start)).collect();
+        let starts =
+            |step: super::super::Step<'_>| (step.sends[0].from.span.start, step.recvs[0].landing.to.span.start);
+        let spans: Vec<_> = schedule.steps().map(starts).collect();
         // Blocks [0, 2), [2, 4), [4, 7).
         assert_eq!(spans, [(0, 4), (4, 2), (2, 0), (0, 4)]);
         assert!(schedule.steps().all(|step| step.sends[0].peer == Rank(1) && step.recvs[0].peer == Rank(2)));

@@ -1,8 +1,9 @@
-//! What a schedule is made of: places, spans of elements, transfers and steps.
+//! What a schedule is made of: places, spans of elements, steps.
 //!
 //! All lengths are in elements; bytes come in only where a type is known (the executor, the cost model).
 //! Invariant: a [`Place`] is always inside its communicator, so that index arithmetic needs no checks.
 
+use super::buffer::{Buffer, Layout, Local, Recv, Send};
 use sumac_hal::ids::Rank;
 use thiserror::Error;
 
@@ -58,7 +59,7 @@ pub struct PlaceError {
     pub ranks: u32,
 }
 
-/// A run of elements of the caller's buffer; it may be empty.
+/// A run of elements; it may be empty.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Span {
     /// The first element.
@@ -82,6 +83,16 @@ impl Span {
         Self { start: start_of(first), len: start_of(last) - start_of(first) }
     }
 
+    /// Return block `index` of `blocks`, as [`Self::of_blocks`] cuts them.
+    pub(crate) fn of_block(count: usize, blocks: u32, index: u32) -> Self {
+        Self::of_blocks(count, blocks, index, index + 1)
+    }
+
+    /// Return the first `len` elements.
+    pub const fn first(len: usize) -> Self {
+        Self { start: 0, len }
+    }
+
     /// Return the element after the last.
     pub const fn end(self) -> usize {
         self.start + self.len
@@ -93,78 +104,73 @@ impl Span {
     }
 }
 
-/// The side of the operator on which an operand stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Side {
-    /// `received op own`.
-    Left,
-    /// `own op received`.
-    Right,
-}
-
-/// What the receiver does with the elements of a transfer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Action {
-    /// Overwrite: the elements are finished, rounded to the operation's type.
-    Copy,
-    /// Combine with one's own: the elements are partial, in the accumulator type.
-    Reduce {
-        /// The side of the received operand, which together with the steps fixes the whole expression.
-        ///
-        /// Sum, min and max commute to the bit (NaN payloads fall to the canonical NaN), so an executor of
-        /// these may put it on either; an operator that does not commute must not.
-        received: Side,
-        /// Whether every rank's contribution is in afterwards: the receiver rounds and makes NaNs canonical.
-        completes: bool,
-    },
-}
-
-/// One message of a step, as its sender or as its receiver sees it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Transfer {
-    /// The rank at the other end.
-    pub peer: Rank,
-    /// The elements. Both ends name the same ones.
-    pub span: Span,
-    /// What the receiver does.
-    pub action: Action,
-}
-
-/// One step: its transfers may run at the same time, in any order between peers and in this order per peer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// One step: its local moves run first, one after the other; then its messages, at the same time, in any order
+/// between peers and in this order per peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Step<'a> {
-    /// What this rank sends. The values are those from before the step.
-    pub sends: &'a [Transfer],
+    /// What moves within the rank.
+    pub locals: &'a [Local],
+    /// What this rank sends. The values are those from before the step's messages.
+    pub sends: &'a [Send],
     /// What this rank receives.
-    pub recvs: &'a [Transfer],
+    pub recvs: &'a [Recv],
 }
 
 /// One rank's part of a collective: steps that run one after the other.
 ///
-/// Step k of one rank has nothing to do with step k of another: transfers match by their order between two
+/// Step k of one rank has nothing to do with step k of another: messages match by their order between two
 /// ranks. Empty spans stay in as messages without payload: they are what lets ranks notice that they called
 /// different things, and what keeps a rank from returning before all others have entered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Schedule {
     place: Place,
-    count: usize,
-    transfers: Vec<Transfer>,
-    /// For each step, where in `transfers` its sends and then its receives end.
-    ends: Vec<(usize, usize)>,
+    layout: Layout,
+    reduces: bool,
+    locals: Vec<Local>,
+    sends: Vec<Send>,
+    recvs: Vec<Recv>,
+    /// For each step, where in these three lists it ends.
+    ends: Vec<Ends>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct Ends {
+    locals: usize,
+    sends: usize,
+    recvs: usize,
 }
 
 impl Schedule {
-    /// Start a schedule without steps over `count` elements.
-    pub const fn new(place: Place, count: usize) -> Self {
-        Self { place, count, transfers: Vec::new(), ends: Vec::new() }
+    /// Start a schedule without steps that only moves elements.
+    pub const fn moving(place: Place, layout: Layout) -> Self {
+        Self::empty(place, layout, false)
+    }
+
+    /// Start a schedule without steps that combines elements: it needs a kernel, and rounds what it finishes.
+    pub const fn reducing(place: Place, layout: Layout) -> Self {
+        Self::empty(place, layout, true)
+    }
+
+    const fn empty(place: Place, layout: Layout, reduces: bool) -> Self {
+        Self { place, layout, reduces, locals: Vec::new(), sends: Vec::new(), recvs: Vec::new(), ends: Vec::new() }
     }
 
     /// Append a step.
-    pub fn push(&mut self, sends: &[Transfer], recvs: &[Transfer]) {
-        self.transfers.extend_from_slice(sends);
-        let sends_end = self.transfers.len();
-        self.transfers.extend_from_slice(recvs);
-        self.ends.push((sends_end, self.transfers.len()));
+    pub fn push(&mut self, step: Step<'_>) {
+        self.locals.extend_from_slice(step.locals);
+        self.sends.extend_from_slice(step.sends);
+        self.recvs.extend_from_slice(step.recvs);
+        self.ends.push(Ends { locals: self.locals.len(), sends: self.sends.len(), recvs: self.recvs.len() });
+    }
+
+    /// Append a step of messages.
+    pub fn exchange(&mut self, sends: &[Send], recvs: &[Recv]) {
+        self.push(Step { locals: &[], sends, recvs });
+    }
+
+    /// Append a step of local moves.
+    pub fn move_locally(&mut self, locals: &[Local]) {
+        self.push(Step { locals, ..Step::default() });
     }
 
     /// Return whose part this is.
@@ -172,9 +178,19 @@ impl Schedule {
         self.place
     }
 
-    /// Return the number of elements of the whole buffer.
-    pub const fn count(&self) -> usize {
-        self.count
+    /// Return the lengths of this rank's buffers.
+    pub const fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Set the length of `Work`, once it is known how much the steps need.
+    pub(super) const fn set_work(&mut self, elements: usize) {
+        self.layout.work = elements;
+    }
+
+    /// Return whether the collective combines elements, even if this rank (alone, or a leaf) has none to combine.
+    pub const fn reduces(&self) -> bool {
+        self.reduces
     }
 
     /// Return the number of steps.
@@ -182,16 +198,20 @@ impl Schedule {
         self.ends.len()
     }
 
-    /// Return whether there is nothing to do, as for a single rank.
+    /// Return whether there is nothing to do.
     pub const fn is_empty(&self) -> bool {
         self.ends.is_empty()
     }
 
     /// Return step `index`, if there is one.
     pub fn step(&self, index: usize) -> Option<Step<'_>> {
-        let &(sends_end, recvs_end) = self.ends.get(index)?;
-        let start = if index == 0 { 0 } else { self.ends[index - 1].1 };
-        Some(Step { sends: &self.transfers[start..sends_end], recvs: &self.transfers[sends_end..recvs_end] })
+        let end = *self.ends.get(index)?;
+        let start = if index == 0 { Ends::default() } else { self.ends[index - 1] };
+        Some(Step {
+            locals: &self.locals[start.locals..end.locals],
+            sends: &self.sends[start.sends..end.sends],
+            recvs: &self.recvs[start.recvs..end.recvs],
+        })
     }
 
     /// Return the steps in order.
@@ -199,19 +219,14 @@ impl Schedule {
         (0..self.len()).filter_map(|index| self.step(index))
     }
 
-    /// Return whether any transfer of any step reduces.
-    pub fn reduces(&self) -> bool {
-        self.transfers.iter().any(|transfer| matches!(transfer.action, Action::Reduce { .. }))
-    }
-
-    /// Return the bytes that this rank sends: finished elements of `element_bytes`, partial ones of
-    /// `partial_bytes`; frame headers not counted.
+    /// Return the bytes that this rank sends: elements of `element_bytes`, partial ones of `partial_bytes`; frame
+    /// headers not counted.
     pub fn sent_bytes(&self, element_bytes: usize, partial_bytes: usize) -> u64 {
-        let bytes = |transfer: &Transfer| match transfer.action {
-            Action::Copy => transfer.span.len as u64 * element_bytes as u64,
-            Action::Reduce { .. } => transfer.span.len as u64 * partial_bytes as u64,
+        let bytes = |send: &Send| match send.from.buffer {
+            Buffer::Work => send.from.span.len as u64 * partial_bytes as u64,
+            Buffer::Input | Buffer::Output => send.from.span.len as u64 * element_bytes as u64,
         };
-        self.steps().flat_map(|step| step.sends).map(bytes).sum()
+        self.sends.iter().map(bytes).sum()
     }
 }
 

@@ -1,24 +1,22 @@
-//! What a communicator is made of, and how an operation runs to its end.
-//!
-//! Progress is made by whoever calls: `wait`, `test` and blocking calls drive the tree's endpoint; a schedule runs
-//! when it is waited for, in the order of posting, and drives the endpoint meanwhile.
+//! What a communicator is made of, and the life of an operation from call to outcome; `progress` moves it on.
 
 use super::element::OwnedBuffer;
 use super::error::Error;
+use super::extent::Extent;
 use super::join::JoinConfig;
+use super::progress::Deadline;
 use super::{CallOptions, Outcome};
 use crate::choice::{Explanation, Situation, explain};
-use crate::coll::{Schedule, dissemination, halving_doubling, ring};
+use crate::coll::pairwise;
 use crate::controller::Session;
-use crate::endpoint::{Buffers, EndpointError, Event, OpId};
-use crate::exec::{Context, ExecError, Interrupt, Mesh, TreeDriver, execute};
+use crate::endpoint::OpId;
+use crate::exec::{Buffers, ExecError, Mesh, TreeDriver};
 use std::collections::{BTreeMap, VecDeque};
-use std::os::fd::BorrowedFd;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use sumac_hal::ids::Rank;
-use sumac_hal::op::{Collective, OpDesc, Path};
+use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
 use sumac_hal::udp::{UdpPort, Waker};
 
@@ -43,11 +41,52 @@ impl Lost {
         self.waker.wake();
     }
 
-    fn rank(&self) -> Option<Rank> {
+    pub(super) fn rank(&self) -> Option<Rank> {
         if !self.is_set.load(Ordering::Acquire) {
             return None;
         }
         self.rank.lock().ok().and_then(|rank| *rank)
+    }
+}
+
+/// Buffers that the communicator owns while their operation is on its way.
+pub(super) struct Owned {
+    /// The input, and, without an output of its own, that too.
+    pub(super) memory: Box<dyn OwnedBuffer>,
+    pub(super) output: Option<Box<dyn OwnedBuffer>>,
+}
+
+impl Owned {
+    fn lend(&mut self) -> Buffers<'_> {
+        match &mut self.output {
+            Some(output) => Buffers::Separate { input: self.memory.bytes(), output: output.bytes_mut() },
+            None => Buffers::InPlace(self.memory.bytes_mut()),
+        }
+    }
+
+    /// Return the buffer with the result.
+    pub(super) fn into_result(self) -> Box<dyn OwnedBuffer> {
+        self.output.unwrap_or(self.memory)
+    }
+}
+
+/// A started operation's buffers in the tree.
+pub(super) struct InTree {
+    buffers: Owned,
+    extent: Extent,
+}
+
+impl InTree {
+    pub(super) fn input(&self) -> &[u8] {
+        let bytes = self.buffers.memory.bytes();
+        if self.buffers.output.is_some() { bytes } else { &bytes[self.extent.input.clone()] }
+    }
+
+    pub(super) fn output(&mut self) -> &mut [u8] {
+        match &mut self.buffers.output {
+            Some(output) => output.bytes_mut(),
+            None => &mut self.buffers.memory.bytes_mut()[self.extent.output.clone()],
+        }
     }
 }
 
@@ -59,8 +98,8 @@ struct Started {
     /// In the tree's endpoint: the operation itself, or, for a schedule, what tells the tree of it.
     tree_op: Option<OpId>,
     begun: Mark,
-    /// A schedule's buffer, until it has run; `None` for the tree's, whose buffer the endpoint works on.
-    buffer: Option<Box<dyn OwnedBuffer>>,
+    /// A schedule's buffers; `None` for the tree's, which the endpoint works on.
+    buffers: Option<Owned>,
     finished: Option<Result<Outcome, Error>>,
 }
 
@@ -75,21 +114,21 @@ struct Mark {
 /// What a communicator is made of.
 pub(super) struct Core {
     pub(super) config: JoinConfig,
-    situation: Situation,
-    tree: Option<TreeDriver<UdpPort>>,
-    mesh: Mesh,
+    pub(super) situation: Situation,
+    pub(super) tree: Option<TreeDriver<UdpPort>>,
+    pub(super) mesh: Mesh,
     session: Option<Session>,
-    lost: std::sync::Arc<Lost>,
+    pub(super) lost: std::sync::Arc<Lost>,
     /// Buffers of started operations that are in the tree.
-    owned: BTreeMap<OpId, Box<dyn OwnedBuffer>>,
+    pub(super) owned: BTreeMap<OpId, InTree>,
     started: BTreeMap<u64, Started>,
     /// Started schedules that have not run, in the order of posting.
     schedules: VecDeque<u64>,
     next_handle: u64,
     /// Operations below are complete in the tree.
-    completed_below: u64,
+    pub(super) completed_below: u64,
     /// Operations that ran by a schedule.
-    scheduled: u64,
+    pub(super) scheduled: u64,
     ended: Option<Error>,
     fallback_told: bool,
 }
@@ -97,28 +136,6 @@ pub(super) struct Core {
 impl std::fmt::Debug for Core {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Core").field("config", &self.config).field("situation", &self.situation).finish_non_exhaustive()
-    }
-}
-
-/// The buffers of all operations in the tree: the one lent by a blocking call, and the started ones.
-struct Lent<'c, 'b> {
-    owned: &'c mut BTreeMap<OpId, Box<dyn OwnedBuffer>>,
-    lent: Option<(OpId, &'b mut [u8])>,
-}
-
-impl Buffers for Lent<'_, '_> {
-    fn input(&self, op: OpId) -> &[u8] {
-        match &self.lent {
-            Some((id, bytes)) if *id == op => bytes,
-            _ => self.owned.get(&op).map_or(&[], |buffer| buffer.bytes()),
-        }
-    }
-
-    fn output(&mut self, op: OpId) -> &mut [u8] {
-        match &mut self.lent {
-            Some((id, bytes)) if *id == op => bytes,
-            _ => self.owned.get_mut(&op).map_or(&mut [], |buffer| buffer.bytes_mut()),
-        }
     }
 }
 
@@ -153,55 +170,98 @@ impl Core {
         explain(&self.situation, desc, options.algo.unwrap_or(self.config.algo))
     }
 
-    /// Run an operation in `buffer` to its end.
-    pub(super) fn run(&mut self, desc: OpDesc, buffer: &mut [u8], options: &CallOptions) -> Result<Outcome, Error> {
+    /// Run an operation to its end.
+    pub(super) fn run(
+        &mut self,
+        desc: OpDesc,
+        buffers: &mut Buffers<'_>,
+        options: &CallOptions,
+    ) -> Result<Outcome, Error> {
         self.usable()?;
+        let extent = Extent::of(&desc, self.mesh.place())?;
+        extent.check(&desc, buffers)?;
         let (path, fallback) = self.choose(&desc, options)?;
+        let mut scaled = Vec::new();
+        premultiply(&desc, &extent, buffers, options, &mut scaled)?;
+        let mut buffers = match buffers {
+            Buffers::InPlace(buffer) => Buffers::InPlace(buffer),
+            Buffers::Separate { output, .. } if !scaled.is_empty() => Buffers::Separate { input: &scaled, output },
+            Buffers::Separate { input, output } => Buffers::Separate { input, output },
+        };
         let deadline = self.deadline(options);
         let begun = self.mark();
         let result = match path {
-            Path::Local => run_alone(&desc, buffer),
-            // Schedules that were started before must run before: the other ranks wait for them in that order.
-            Path::Tree => self.run_in_tree(desc, buffer, deadline),
-            _ => self.run_started(deadline).and_then(|()| {
-                let op = self.tell_tree(&desc, path);
-                op.and_then(|_| self.run_schedule(desc, path, buffer, deadline))
-            }),
+            Path::Tree => self.run_in_tree(desc, &extent, &mut buffers, deadline),
+            _ => self.run_by_schedule(&desc, path, buffers, deadline),
         };
         result.map_err(|error| self.end(error, &desc, begun))?;
         Ok(self.outcome(path, fallback, begun))
     }
 
-    /// Start an operation in a buffer that the communicator owns until it is waited for.
-    pub(super) fn start(
+    /// Schedules that were started before must run before: the other ranks wait for them in that order.
+    fn run_by_schedule(
         &mut self,
-        desc: OpDesc,
-        mut buffer: Box<dyn OwnedBuffer>,
+        desc: &OpDesc,
+        path: Path,
+        buffers: Buffers<'_>,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let schedule = self.schedule(desc, path, &buffers)?;
+        self.run_started(deadline)?;
+        self.tell_tree(desc, path)?;
+        self.run_schedule((desc, path), &schedule, buffers, deadline)
+    }
+
+    /// Exchange blocks of any length. Counts differ from rank to rank, so that only the collective and the type are
+    /// compared; lengths that do not match are the executor's to find.
+    pub(super) fn all_to_all_v(
+        &mut self,
+        dtype: Dtype,
+        buffers: Buffers<'_>,
+        send_counts: &[usize],
+        recv_counts: &[usize],
         options: &CallOptions,
-    ) -> Result<u64, Error> {
+    ) -> Result<Outcome, Error> {
         self.usable()?;
+        let collective = Collective::AllToAllV;
+        let desc = OpDesc { collective, dtype: Some(dtype), op: None, root: Rank(0), count: 0 };
+        let schedule = pairwise::all_to_all_v(self.mesh.place(), send_counts, recv_counts)
+            .map_err(|error| Error::Argument(error.to_string()))?;
+        let deadline = self.deadline(options);
+        let begun = self.mark();
+        let path = Path::Pairwise;
+        let result = self.run_started(deadline).and_then(|()| {
+            self.tell_tree(&desc, path)?;
+            self.run_schedule((&desc, path), &schedule, buffers, deadline)
+        });
+        result.map_err(|error| self.end(error, &desc, begun))?;
+        Ok(self.outcome(path, None, begun))
+    }
+
+    /// Start an operation in buffers that the communicator owns until it is waited for.
+    pub(super) fn start(&mut self, desc: OpDesc, mut owned: Owned, options: &CallOptions) -> Result<u64, Error> {
+        self.usable()?;
+        let extent = Extent::of(&desc, self.mesh.place())?;
+        extent.check(&desc, &owned.lend())?;
         let (path, fallback) = self.choose(&desc, options)?;
+        let mut scaled = Vec::new();
+        premultiply(&desc, &extent, &mut owned.lend(), options, &mut scaled)?;
+        if !scaled.is_empty() && owned.output.is_some() {
+            owned.memory.bytes_mut().copy_from_slice(&scaled);
+        }
         let begun = self.mark();
         let handle = self.next_handle;
-        let mut started = Started { desc, path, fallback, tree_op: None, begun, buffer: None, finished: None };
-        match path {
-            Path::Local => {
-                run_alone(&desc, buffer.bytes_mut())?;
-                started.finished = Some(Ok(self.outcome(path, None, begun)));
-                started.buffer = Some(buffer);
+        let mut started = Started { desc, path, fallback, tree_op: None, begun, buffers: None, finished: None };
+        if path == Path::Tree {
+            extent.keep_own(&desc, &mut owned.lend());
+            started.tree_op = self.post(&desc, path)?;
+            if let Some(op) = started.tree_op {
+                self.owned.insert(op, InTree { buffers: owned, extent });
             }
-            Path::Tree => {
-                let op = self.post(&desc, path)?;
-                started.tree_op = op;
-                if let Some(op) = op {
-                    self.owned.insert(op, buffer);
-                }
-            }
-            _ => {
-                started.tree_op = self.post(&desc, path)?;
-                started.buffer = Some(buffer);
-                self.schedules.push_back(handle);
-            }
+        } else {
+            started.tree_op = self.post(&desc, path)?;
+            started.buffers = Some(owned);
+            self.schedules.push_back(handle);
         }
         self.next_handle += 1;
         self.started.insert(handle, started);
@@ -222,23 +282,19 @@ impl Core {
         self.started.get(&handle).is_none_or(|started| started.finished.is_some())
     }
 
-    /// Wait for a started operation, and give its buffer back.
-    pub(super) fn finish(
-        &mut self,
-        handle: u64,
-        options: &CallOptions,
-    ) -> (Option<Box<dyn OwnedBuffer>>, Result<Outcome, Error>) {
+    /// Wait for a started operation, and give its buffers back.
+    pub(super) fn finish(&mut self, handle: u64, options: &CallOptions) -> (Option<Owned>, Result<Outcome, Error>) {
         let deadline = self.deadline(options);
         self.wait_for(handle, deadline);
         let Some(started) = self.started.remove(&handle) else {
             return (None, Err(Error::Argument("the handle is not of this communicator".into())));
         };
-        let in_tree = started.tree_op.and_then(|op| self.owned.remove(&op));
+        let in_tree = started.tree_op.and_then(|op| self.owned.remove(&op)).map(|in_tree| in_tree.buffers);
         let ended = self.ended.clone().unwrap_or(Error::PathLost);
-        (started.buffer.or(in_tree), started.finished.unwrap_or(Err(ended)))
+        (started.buffers.or(in_tree), started.finished.unwrap_or(Err(ended)))
     }
 
-    fn wait_for(&mut self, handle: u64, deadline: (Instant, Duration)) {
+    fn wait_for(&mut self, handle: u64, deadline: Deadline) {
         while let Some(position) = self.schedules.iter().position(|&other| other == handle) {
             debug_assert!(position < self.schedules.len());
             if self.run_next_schedule(deadline).is_err() {
@@ -276,22 +332,24 @@ impl Core {
     }
 
     /// Run all started schedules, in the order of posting.
-    fn run_started(&mut self, deadline: (Instant, Duration)) -> Result<(), Error> {
+    fn run_started(&mut self, deadline: Deadline) -> Result<(), Error> {
         while !self.schedules.is_empty() {
             self.run_next_schedule(deadline)?;
         }
         Ok(())
     }
 
-    fn run_next_schedule(&mut self, deadline: (Instant, Duration)) -> Result<(), Error> {
+    fn run_next_schedule(&mut self, deadline: Deadline) -> Result<(), Error> {
         let Some(handle) = self.schedules.pop_front() else { return Ok(()) };
         let Some(mut started) = self.started.remove(&handle) else { return Ok(()) };
-        let mut buffer = started.buffer.take();
-        let bytes = buffer.as_mut().map_or(&mut [][..], |buffer| buffer.bytes_mut());
-        let result = self.run_schedule(started.desc, started.path, bytes, deadline);
-        let result = result.map_err(|error| self.end(error, &started.desc, started.begun));
-        started.buffer = buffer;
-        let outcome = self.outcome(started.path, started.fallback.clone(), started.begun);
+        let (desc, path) = (started.desc, started.path);
+        let result = started.buffers.as_mut().map_or(Ok(()), |owned| {
+            let buffers = owned.lend();
+            let schedule = self.schedule(&desc, path, &buffers)?;
+            self.run_schedule((&desc, path), &schedule, buffers, deadline)
+        });
+        let result = result.map_err(|error| self.end(error, &desc, started.begun));
+        let outcome = self.outcome(path, started.fallback.clone(), started.begun);
         started.finished = Some(result.clone().map(|()| outcome));
         self.started.insert(handle, started);
         result
@@ -323,7 +381,7 @@ impl Core {
         Ok((path, fallback))
     }
 
-    fn deadline(&self, options: &CallOptions) -> (Instant, Duration) {
+    fn deadline(&self, options: &CallOptions) -> Deadline {
         let limit = options.deadline.unwrap_or(self.config.deadline);
         (Instant::now() + limit, limit)
     }
@@ -362,113 +420,6 @@ impl Core {
         error
     }
 
-    fn post(&mut self, desc: &OpDesc, path: Path) -> Result<Option<OpId>, Error> {
-        let Some(tree) = &mut self.tree else { return Ok(None) };
-        Ok(Some(tree.endpoint_mut().post(*desc, path)?))
-    }
-
-    /// Tell the tree what this rank calls by a schedule, so that ranks which call different things find out. A tree
-    /// that is lost can't be told, and a schedule does not need it.
-    fn tell_tree(&mut self, desc: &OpDesc, path: Path) -> Result<Option<OpId>, Error> {
-        match self.post(desc, path) {
-            Err(Error::PathLost | Error::GroupLost) => Ok(None),
-            other => other,
-        }
-    }
-
-    fn run_in_tree(&mut self, desc: OpDesc, buffer: &mut [u8], deadline: (Instant, Duration)) -> Result<(), Error> {
-        let Some(op) = self.post(&desc, Path::Tree)? else { return Ok(()) };
-        while op.0 >= self.completed_below {
-            self.step(Some((op, &mut *buffer)), deadline).map_err(|error| match error {
-                Error::Deadline { waited, .. } => Error::Deadline { desc, waited },
-                other => other,
-            })?;
-        }
-        Ok(())
-    }
-
-    /// Drive the tree once and wait for the next packet.
-    fn step(&mut self, lent: Option<(OpId, &mut [u8])>, (at, limit): (Instant, Duration)) -> Result<(), Error> {
-        let completed = self.completed_below;
-        let next = self.pump(lent);
-        if let Some(error) = self.tree_error() {
-            return Err(error);
-        }
-        if self.completed_below > completed {
-            return Ok(());
-        }
-        let now = Instant::now();
-        if now >= at {
-            return Err(Error::Deadline { desc: OpDesc::barrier(), waited: limit });
-        }
-        let mut wait = at - now;
-        if let Some(next) = next {
-            wait = wait.min(next);
-        }
-        if let Some(rank) = self.lost.rank() {
-            // What it had contributed may still complete: that is on its way already, or never comes.
-            if now >= at.checked_sub(limit).unwrap_or(now) + GRACE {
-                return Err(Error::RankLost { rank });
-            }
-            wait = wait.min(GRACE / 4);
-        }
-        if let Some(tree) = self.tree.as_mut().filter(|_| !wait.is_zero()) {
-            tree.wait(Some(wait));
-        }
-        Ok(())
-    }
-
-    fn tree_error(&self) -> Option<Error> {
-        self.tree.as_ref().and_then(|tree| tree.endpoint().error()).map(Error::from)
-    }
-
-    /// Drive the tree without waiting; returns when it wants to be driven again.
-    fn pump(&mut self, lent: Option<(OpId, &mut [u8])>) -> Option<Duration> {
-        let tree = self.tree.as_mut()?;
-        let mut buffers = Lent { owned: &mut self.owned, lent };
-        let next = tree.pump(&mut buffers);
-        while let Some(event) = tree.endpoint_mut().poll_event() {
-            if let Event::Completed(op) = event {
-                self.completed_below = op.0 + 1;
-            }
-        }
-        next
-    }
-
-    fn run_schedule(
-        &mut self,
-        desc: OpDesc,
-        path: Path,
-        buffer: &mut [u8],
-        deadline: (Instant, Duration),
-    ) -> Result<(), Error> {
-        let kernel = desc.dtype.zip(desc.op).and_then(|(dtype, op)| Kernel::new(dtype, op));
-        let schedule = schedule(&desc, path, &self.mesh)?;
-        let ctx = Context {
-            op_index: self.scheduled,
-            signature: desc.signature(path, self.situation.table.version),
-            desc,
-            path,
-            deadline: deadline.0,
-        };
-        self.scheduled += 1;
-        let mut along = Along {
-            tree: self.tree.as_mut(),
-            owned: &mut self.owned,
-            completed_below: &mut self.completed_below,
-            rank: Rank(self.config.rank),
-            wake_at: None,
-            mismatch: None,
-        };
-        // What is told to the tree leaves before the schedule begins.
-        along.check()?;
-        let result = execute(&mut self.mesh, &schedule, kernel.as_ref(), buffer, &ctx, &mut along);
-        match (result, along.mismatch) {
-            (Err(_), Some(error)) => Err(error.into()),
-            (result, _) => Ok(result?),
-        }
-    }
-
     /// Leave the job: the controller frees the group when all ranks have.
     pub(super) fn leave(&mut self) {
         if let Some(session) = self.session.take() {
@@ -477,68 +428,28 @@ impl Core {
     }
 }
 
-/// The tree's endpoint, driven from within a schedule's poll loop.
-struct Along<'c> {
-    tree: Option<&'c mut TreeDriver<UdpPort>>,
-    owned: &'c mut BTreeMap<OpId, Box<dyn OwnedBuffer>>,
-    completed_below: &'c mut u64,
-    rank: Rank,
-    wake_at: Option<Instant>,
-    mismatch: Option<EndpointError>,
-}
-
-impl Interrupt for Along<'_> {
-    fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.tree.as_ref().map(|tree| tree.port().poll_fd())
-    }
-
-    fn check(&mut self) -> Result<(), ExecError> {
-        let Some(tree) = &mut self.tree else { return Ok(()) };
-        let next = tree.pump(&mut Lent { owned: &mut *self.owned, lent: None });
-        self.wake_at = next.map(|next| Instant::now() + next);
-        while let Some(event) = tree.endpoint_mut().poll_event() {
-            match event {
-                Event::Completed(op) => *self.completed_below = op.0 + 1,
-                Event::Failed(error @ EndpointError::Mismatch { .. }) => {
-                    self.mismatch = Some(error);
-                    return Err(ExecError::Interrupted { rank: self.rank, reason: error.to_string() });
-                }
-                // The schedule does not need the tree; whoever uses it next hears of its loss.
-                Event::Failed(error) => tracing::warn!(%error, "the tree is lost during a schedule"),
-            }
+/// Multiply a rank's own contribution to a premultiplied sum by the scalar of the call: in place, or, where the input
+/// has a buffer of its own, into `scaled`.
+fn premultiply(
+    desc: &OpDesc,
+    extent: &Extent,
+    buffers: &mut Buffers<'_>,
+    options: &CallOptions,
+    scaled: &mut Vec<u8>,
+) -> Result<(), Error> {
+    let scalar = match (desc.op, options.scalar) {
+        (Some(ReduceOp::PremulSum), scalar) => scalar.unwrap_or(1.0),
+        (_, None) => return Ok(()),
+        (_, Some(scalar)) => {
+            return Err(Error::Argument(format!("{desc} with a scalar of {scalar}: only premul_sum takes one")));
         }
-        Ok(())
-    }
-
-    fn wake_at(&self) -> Option<Instant> {
-        self.wake_at
-    }
-}
-
-/// Make the schedule of a path.
-fn schedule(desc: &OpDesc, path: Path, mesh: &Mesh) -> Result<Schedule, Error> {
-    let count = usize::try_from(desc.count).map_err(|_| Error::Argument(format!("{} elements", desc.count)))?;
-    match (desc.collective, path) {
-        (Collective::AllReduce, Path::Ring) => Ok(ring::all_reduce(mesh.place(), count)),
-        (Collective::AllReduce, Path::HalvingDoubling) => Ok(halving_doubling::all_reduce(mesh.place(), count)),
-        (Collective::Barrier, Path::Dissemination) => Ok(dissemination::barrier(mesh.place())),
-        (collective, path) => Err(Error::Argument(format!("{} is no schedule for {collective}", path.name()))),
-    }
-}
-
-/// A communicator of one rank: the result is the input, rounded as a result is (NaNs become canonical).
-fn run_alone(desc: &OpDesc, buffer: &mut [u8]) -> Result<(), Error> {
-    let Some(kernel) = desc.dtype.zip(desc.op).and_then(|(dtype, op)| Kernel::new(dtype, op)) else { return Ok(()) };
-    let mut acc = [0; 4096];
-    let per_block = acc.len() / kernel.accumulator().size_bytes();
-    for block in buffer.chunks_mut(per_block * kernel.dtype().size_bytes()) {
-        let elements = block.len() / kernel.dtype().size_bytes();
-        let acc = &mut acc[..elements * kernel.accumulator().size_bytes()];
-        kernel.load(acc, block, false);
-        kernel.store(block, acc);
+    };
+    let Some(kernel) = desc.dtype.and_then(|dtype| Kernel::new(dtype, ReduceOp::PremulSum)) else { return Ok(()) };
+    scaled.resize(extent.input.len(), 0);
+    let input = extent.input(buffers);
+    kernel.scale(scaled, input, scalar).map_err(|error| Error::Argument(format!("{desc}: {error}")))?;
+    if let Buffers::InPlace(buffer) = buffers {
+        buffer[extent.input.clone()].copy_from_slice(scaled);
     }
     Ok(())
 }
-
-/// How long an operation goes on after a rank was lost.
-const GRACE: Duration = Duration::from_millis(250);

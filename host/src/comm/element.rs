@@ -18,8 +18,14 @@ macro_rules! element {
 }
 
 element! {
+    i8: I8,
+    u8: U8,
+    i16: I16,
+    u16: U16,
     i32: I32,
+    u32: U32,
     i64: I64,
+    u64: U64,
     f32: F32,
     f64: F64,
     half::f16: F16,

@@ -27,7 +27,7 @@ impl<T: Element> Handle<T> {
         lock(&self.core).test(self.id, &CallOptions::default())
     }
 
-    /// Wait for the operation, and get the buffer back with the result in it.
+    /// Wait for the operation, and get the buffer with the result.
     ///
     /// # Errors
     /// [`Error`].
@@ -41,13 +41,13 @@ impl<T: Element> Handle<T> {
     /// # Errors
     /// [`Error`].
     pub fn wait_for(self, deadline: Duration) -> Result<(Vec<T>, Outcome), Error> {
-        self.finish(&CallOptions { algo: None, deadline: Some(deadline) })
+        self.finish(&CallOptions { deadline: Some(deadline), ..CallOptions::default() })
     }
 
     fn finish(self, options: &CallOptions) -> Result<(Vec<T>, Outcome), Error> {
         let (buffer, result) = lock(&self.core).finish(self.id, options);
         let outcome = result?;
-        let buffer = buffer.and_then(|buffer| buffer.into_any().downcast::<Vec<T>>().ok());
+        let buffer = buffer.and_then(|owned| owned.into_result().into_any().downcast::<Vec<T>>().ok());
         buffer.map(|buffer| (*buffer, outcome)).ok_or_else(|| Error::Argument("the handle's buffer is gone".into()))
     }
 }

@@ -1,7 +1,7 @@
 //! How a rank becomes a member.
 
 use super::core::Core;
-use crate::choice::{Algo, Situation};
+use crate::choice::{Algo, Declared, Situation};
 use crate::coll::Place;
 use crate::controller::proto::{JoinRequest, TreeMembership};
 use crate::controller::{ClientError, Session};
@@ -155,8 +155,11 @@ pub(super) fn join(config: JoinConfig) -> Result<Core, JoinError> {
         ranks: world,
         order: config.order,
         tree: membership.tree.as_ref().map(|tree| tree.facts).map_err(Clone::clone),
+        declared: Declared::new(membership.expression, world, config.order)
+            .map_err(|error| JoinError::Membership(error.to_string()))?,
         table: membership.table,
     };
+    let table_version = situation.table.version;
     let tree = match membership.tree {
         Ok(tree) => {
             if tree.parents.is_empty() || tree.window_max == 0 {
@@ -170,7 +173,7 @@ pub(super) fn join(config: JoinConfig) -> Result<Core, JoinError> {
             if tree.shared.is_some() && shared_key.is_none() {
                 tracing::info!(job = config.job, %rank, "can't listen to the shared address: results come one by one");
             }
-            let endpoint = endpoint_config(&tree, shared_key, membership.table.version);
+            let endpoint = endpoint_config(&tree, shared_key, (rank, world), table_version);
             Some(TreeDriver::new(Endpoint::new(endpoint), port))
         }
         Err(why) => {
@@ -194,13 +197,20 @@ fn listen_to(port: &mut UdpPort, first: Addr, shards: usize) -> bool {
     true
 }
 
-fn endpoint_config(tree: &TreeMembership, shared_key: Option<u64>, table_version: u32) -> EndpointConfig {
+fn endpoint_config(
+    tree: &TreeMembership,
+    shared_key: Option<u64>,
+    (rank, ranks): (Rank, u32),
+    table_version: u32,
+) -> EndpointConfig {
     let mut salt = [0; 4];
     // Tells lives apart; without randomness the key, which differs by group, still does.
     let _ = rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty());
     EndpointConfig {
         group: tree.group,
         epoch: tree.epoch,
+        rank,
+        ranks,
         child: tree.child,
         key: tree.key,
         shared_key,

@@ -18,12 +18,17 @@
 //! Started operations ([`Communicator::start_all_reduce`]) own their buffer until they are waited for, so that a
 //! handle may be forgotten. They advance while any call of the communicator runs; there is no progress thread.
 
+mod calls;
 mod core;
 mod element;
 mod error;
+mod extent;
 mod handle;
 mod join;
+mod progress;
+mod start;
 
+pub use crate::exec::Buffers;
 pub use element::Element;
 pub use error::Error;
 pub use handle::Handle;
@@ -33,15 +38,17 @@ use self::core::Core;
 use crate::choice::{Algo, Explanation};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
+use sumac_hal::op::{OpDesc, Path};
 
 /// How one call differs from the communicator's defaults.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct CallOptions {
     /// The algorithm; the same at all ranks.
     pub algo: Option<Algo>,
     /// How long the call may take.
     pub deadline: Option<Duration>,
+    /// What this rank multiplies its own contribution by; for [`ReduceOp::PremulSum`] alone, where it is 1 by default.
+    pub scalar: Option<f64>,
 }
 
 /// What became of an operation.
@@ -89,92 +96,9 @@ impl Communicator {
         self.size
     }
 
-    /// Combine `buffer` element by element over all ranks; every rank gets the result in place.
-    ///
-    /// # Errors
-    /// [`Error`].
-    pub fn all_reduce<T: Element>(&self, buffer: &mut [T], op: ReduceOp) -> Result<Outcome, Error> {
-        self.all_reduce_with(buffer, op, &CallOptions::default())
-    }
-
-    /// The same with options.
-    ///
-    /// # Errors
-    /// [`Error`].
-    pub fn all_reduce_with<T: Element>(
-        &self,
-        buffer: &mut [T],
-        op: ReduceOp,
-        options: &CallOptions,
-    ) -> Result<Outcome, Error> {
-        self.all_reduce_bytes(bytemuck::cast_slice_mut(buffer), T::DTYPE, op, options)
-    }
-
-    /// The same for elements whose type is known at run time, as little-endian bytes.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] if the buffer does not hold whole elements, else [`Error`].
-    pub fn all_reduce_bytes(
-        &self,
-        buffer: &mut [u8],
-        dtype: Dtype,
-        op: ReduceOp,
-        options: &CallOptions,
-    ) -> Result<Outcome, Error> {
-        let size = dtype.size_bytes();
-        if !buffer.len().is_multiple_of(size) {
-            let what =
-                format!("a buffer of {} bytes does not hold whole elements of {dtype} ({size} bytes)", buffer.len());
-            return Err(Error::Argument(what));
-        }
-        let desc = OpDesc::all_reduce(dtype, op, (buffer.len() / size) as u64);
-        self.lock().run(desc, buffer, options)
-    }
-
-    /// Start an all-reduce of `buffer`, which [`Handle::wait`] gives back.
-    ///
-    /// # Errors
-    /// [`Error`]; the buffer is gone then.
-    pub fn start_all_reduce<T: Element>(&self, buffer: Vec<T>, op: ReduceOp) -> Result<Handle<T>, Error> {
-        self.start_all_reduce_with(buffer, op, &CallOptions::default())
-    }
-
-    /// The same with options.
-    ///
-    /// # Errors
-    /// [`Error`]; the buffer is gone then.
-    pub fn start_all_reduce_with<T: Element>(
-        &self,
-        buffer: Vec<T>,
-        op: ReduceOp,
-        options: &CallOptions,
-    ) -> Result<Handle<T>, Error> {
-        let desc = OpDesc::all_reduce(T::DTYPE, op, buffer.len() as u64);
-        let id = self.lock().start(desc, Box::new(buffer), options)?;
-        Ok(Handle::new(Arc::clone(&self.core), id))
-    }
-
-    /// Wait until every rank has called this.
-    ///
-    /// # Errors
-    /// [`Error`].
-    pub fn barrier(&self) -> Result<Outcome, Error> {
-        self.barrier_with(&CallOptions::default())
-    }
-
-    /// The same with options; the algorithm is left to the communicator unless it is [`Algo::Tree`].
-    ///
-    /// # Errors
-    /// [`Error`].
-    pub fn barrier_with(&self, options: &CallOptions) -> Result<Outcome, Error> {
-        let algo = options.algo.filter(|algo| *algo == Algo::Tree).unwrap_or(Algo::Auto);
-        let options = CallOptions { algo: Some(algo), ..*options };
-        self.lock().run(OpDesc::barrier(), &mut [], &options)
-    }
-
     /// Say which path an operation would take, what each would cost, or why it is not possible.
     pub fn explain(&self, desc: &OpDesc, algo: Algo) -> Explanation {
-        self.lock().explain(desc, &CallOptions { algo: Some(algo), deadline: None })
+        self.lock().explain(desc, &CallOptions { algo: Some(algo), ..CallOptions::default() })
     }
 
     /// Leave the job in good order.

@@ -8,6 +8,7 @@ use crate::plan::{Child, DeviceLimits, HostSelection, Limits, Plan, plan};
 use crate::topo::Fabric;
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use sumac_hal::ctrl::{GroupConfig, NodeParent, Order, Request, SharedLink, TreeConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
@@ -39,7 +40,6 @@ pub(super) struct Placement {
     epoch: Epoch,
     pub(super) levels: u32,
     max_children: u32,
-    aligned: bool,
     /// Root first.
     pub(super) nodes: Vec<PlacedNode>,
     /// Each rank's leaf and place there.
@@ -175,7 +175,6 @@ fn place(
         epoch,
         levels: plan.levels as u32,
         max_children: plan.max_children as u32,
-        aligned: plan.aligned,
         nodes,
         ranks,
         window_max: 0,
@@ -301,6 +300,7 @@ impl Placement {
             window_max: self.window_max,
             slots: self.slots,
             chunk_len_bytes: self.chunk_len_bytes,
+            ranks: NonZeroU32::new(self.ranks.len() as u32).unwrap_or(NonZeroU32::MIN),
             lease_ms: u32::try_from(config.lease.as_millis()).unwrap_or(u32::MAX),
             timers: config.timers.into(),
         }
@@ -317,7 +317,6 @@ impl Placement {
         let facts = TreeFacts {
             levels: self.levels,
             max_children: self.max_children,
-            aligned: self.aligned,
             dtypes: all.clone().fold(u32::MAX, |mask, device| mask & device.dtypes),
             ops: all.clone().fold(u32::MAX, |mask, device| mask & device.ops),
             collectives: all.fold(u32::MAX, |mask, device| mask & device.collectives),
@@ -336,6 +335,21 @@ impl Placement {
             timers: config.timers.into(),
             facts,
         }
+    }
+
+    /// Return each node's children in order, root first: the expression that the group evaluates.
+    pub(super) fn expression(&self) -> Vec<Vec<Child>> {
+        let mut nodes: Vec<_> =
+            self.nodes.iter().map(|node| vec![Child::Node(0); usize::from(node.children)]).collect();
+        for (index, node) in self.nodes.iter().enumerate() {
+            if let Some((parent, child)) = node.parent {
+                nodes[parent][usize::from(child.0)] = Child::Node(index);
+            }
+        }
+        for (rank, (leaf, child)) in (0..).zip(&self.ranks) {
+            nodes[*leaf][usize::from(child.0)] = Child::Rank(Rank(rank));
+        }
+        nodes
     }
 
     /// Free the group and its tree on every node.

@@ -1,6 +1,7 @@
 //! What ranks and a controller say to each other, in the frames of [`sumac_hal::ctrl`].
 
 use crate::choice::{CostTable, TreeFacts};
+use crate::plan::Child;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use sumac_hal::ctrl::{DeviceCapabilities, Order, SharedLink, Stats, TimersConfig};
@@ -114,6 +115,9 @@ pub struct Membership {
     pub mesh: Vec<SocketAddr>,
     /// What those connections say first.
     pub mesh_token: u64,
+    /// The declared expression, for a declared order: each node's children in order, root first. The tree's, or, where
+    /// there is none, all ranks below one node.
+    pub expression: Vec<Vec<Child>>,
     /// The cost table.
     pub table: CostTable,
 }

@@ -7,6 +7,7 @@ use super::hang_up;
 use super::proto::{
     ClientReply, DeviceStatus, FabricStatus, JobStatus, JobTree, JoinRefusal, JoinRequest, Membership, StatusReport,
 };
+use crate::plan::Child;
 use std::collections::BTreeMap;
 use std::net::TcpStream;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -129,12 +130,16 @@ impl State {
         self.next_group += 1;
         let mesh_token = super::admit::random_u64();
         let Some(job) = self.jobs.get_mut(name) else { return };
+        // Without a tree in the network all ranks are one node's, so that a declared order means something all the same.
+        let flat = || vec![(0..job.world).map(|rank| Child::Rank(Rank(rank))).collect()];
+        let expression = placed.as_ref().map_or_else(|_| flat(), |placement| placement.expression());
         for (rank, member) in &job.members {
             let tree = match &placed {
                 Ok(placement) => Ok(placement.membership(config, *rank)),
                 Err(why) => Err(why.clone()),
             };
-            let membership = Membership { tree, mesh: mesh.clone(), mesh_token, table: config.table };
+            let (mesh, expression, table) = (mesh.clone(), expression.clone(), config.table.clone());
+            let membership = Membership { tree, mesh, mesh_token, expression, table };
             member.client.send(&ClientReply::Joined(Box::new(membership)));
         }
         job.placement = Some(placed);

@@ -20,12 +20,12 @@ mod tests;
 
 pub use ops::{Buffers, OpId};
 
-use crate::endpoint::ops::Ops;
+use crate::endpoint::ops::{Op, Ops, Seat};
 use std::collections::VecDeque;
-use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId};
+use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
 use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::port::Addr;
-use sumac_hal::shard::Shard;
+use sumac_hal::shard::{RUN, Shard};
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::{HopTimers, Listening, MAX_WINDOW, Uplink};
 use sumac_hal::wire::{Flags, HEADER_LEN, Kind, NakReason, Packet, Repr, payload_crc};
@@ -38,6 +38,10 @@ pub struct EndpointConfig {
     pub group: GroupId,
     /// Its epoch.
     pub epoch: Epoch,
+    /// Which rank of the group this is.
+    pub rank: Rank,
+    /// How many there are; more than `rank`.
+    pub ranks: u32,
     /// Which child of its leaf node the rank is.
     pub child: ChildIndex,
     /// The key of that link.
@@ -186,15 +190,16 @@ impl Endpoint {
     /// Return an endpoint that has posted nothing.
     ///
     /// # Panics
-    /// If `config.parents` is empty or longer than a node can have shards.
+    /// If `config.parents` is empty or longer than a node can have shards, or the rank is none of the group's.
     pub fn new(config: EndpointConfig) -> Self {
         let shards = config.parents.len() as u16;
         assert!(Shard::new(0, shards).is_some(), "{shards} shards");
+        assert!(config.rank.0 < config.ranks, "{} of {}", config.rank, config.ranks);
         let hops = (0..shards).map(|i| Uplink::new(config.timers, config.salt.rotate_left(u32::from(i) + 1))).collect();
         Self {
             window: config.window_start.clamp(1, config.window_max),
             hops,
-            ops: Ops::new(usize::from(config.chunk_len_bytes)),
+            ops: Ops::new(usize::from(config.chunk_len_bytes), Seat { rank: config.rank.0, ranks: config.ranks }),
             next: 0,
             stable: ChunkNo(0),
             listening: Listening::new(config.shared_key.is_some()),
@@ -330,18 +335,14 @@ impl Endpoint {
             return Some(Outgoing::new(to, &repr, &[]));
         }
         self.drop_answered();
-        let seq = match self.again.pop_front() {
-            Some(seq) => {
-                self.stats.retransmits += 1;
-                seq
-            }
-            None => {
-                let seq = self.next_in_window()?;
-                self.next = seq + 1;
-                seq
-            }
-        };
-        Some(self.contribute(seq, buffers, now))
+        if let Some(seq) = self.again.pop_front() {
+            self.stats.retransmits += 1;
+            return Some(self.contribute(seq, seq + 1, buffers, now));
+        }
+        let seq = self.next_in_window()?;
+        let run_end = (seq / RUN + 1) * RUN;
+        let end = run_end.min(self.end()).min(self.have().0 + u64::from(self.window()));
+        Some(self.contribute(seq, end, buffers, now))
     }
 
     /// Forget what was to be sent again but has its answer by now, or will have none.
@@ -373,23 +374,27 @@ impl Endpoint {
         (self.next < limit).then_some(self.next)
     }
 
-    /// Return the contribution to `seq`.
-    fn contribute<'b>(&mut self, seq: u64, buffers: &'b impl Buffers, now: Instant) -> Outgoing<'b> {
+    /// Return the contribution to `seq`; if that is Empty, also to those that follow below `end`, as far as they are
+    /// Empty of the same operation too.
+    fn contribute<'b>(&mut self, seq: u64, end: u64, buffers: &'b impl Buffers, now: Instant) -> Outgoing<'b> {
         let op = self.ops.of_seq(seq).expect("only posted seqs of unfinished operations are sent");
-        let payload = op.chunk(seq).map_or(&[][..], |range| &buffers.input(op.id)[range]);
+        let part = op.part(seq);
+        let payload = part.gives.map_or(&[][..], |range| &buffers.input(op.id)[range]);
         let kind = if payload.is_empty() { Kind::Empty } else { Kind::Data };
+        let wants = part.takes.is_some();
         let mut repr = self.header(kind, ChunkNo(seq), self.config.salt);
-        repr.collective = Some(op.desc.collective);
-        repr.dtype = op.desc.dtype;
-        repr.op = op.desc.op;
-        repr.bits = op.desc.count;
+        repr.set_op(&op.desc);
         repr.signature = op.signature;
-        repr.flags.set(Flags::WANT, !payload.is_empty());
-        repr.flags.set(Flags::SHARED, !payload.is_empty() && self.listening.asks());
+        repr.flags.set(Flags::WANT, wants);
+        repr.flags.set(Flags::SHARED, wants && self.listening.asks());
         repr.payload_len_bytes = payload.len() as u16;
+        if kind == Kind::Empty {
+            repr.count = empty_run(&op, seq, end, wants);
+        }
         let index = self.shard_of(seq);
         let local = self.shard(index).below(ChunkNo(seq));
-        self.hops[index].on_sent(local, now);
+        (0..u64::from(repr.count)).for_each(|next| self.hops[index].on_sent(local + next, now));
+        self.next = self.next.max(seq + u64::from(repr.count));
         Outgoing::new(self.config.parents[index], &repr, payload)
     }
 
@@ -434,6 +439,15 @@ impl Endpoint {
         self.replies.clear();
         self.again.clear();
     }
+}
+
+/// Return how many seqs from `seq` on, below `end`, are Empty of `op` and want results as `wants` says.
+fn empty_run(op: &Op, seq: u64, end: u64, wants: bool) -> u16 {
+    let alike = |next: &u64| {
+        let part = op.part(*next);
+        part.gives.is_none() && part.takes.is_some() == wants
+    };
+    1 + (seq + 1..end.min(op.end())).take_while(alike).count() as u16
 }
 
 /// Return the error that a Nak from the node means for this group, if it is the end of it.

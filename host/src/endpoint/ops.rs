@@ -1,9 +1,28 @@
-//! The operations of a group in the order of their posting, and which chunk belongs to which.
+//! The operations of a group in the order of their posting: which chunk belongs to which, and what this rank has to do
+//! with it.
+//!
+//! Every offloaded collective is the same mechanism with other sets: per chunk, who contributes and who receives
+//! (PROTOCOL 1). [`Op::part`] is where these sets are said, once:
+//!
+//! | collective | contributes | receives | [`Buffers::input`] | [`Buffers::output`] |
+//! |---|---|---|---|---|
+//! | all-reduce | all | all | all elements | all elements |
+//! | reduce | all | root | all elements | all elements (root) |
+//! | broadcast | root | all others | all elements (root) | all elements (others) |
+//! | reduce-scatter | all | owner of the block | all elements | the rank's own block |
+//! | all-gather | owner of the block | all others | the rank's own block | all elements |
+//! | barrier | none | none | | |
+//!
+//! Who contributes by moving its own elements (broadcast, all-gather) does not receive them again.
+//!
+//! Blocks are those of [`Span::of_blocks`]. The chunks of an all-gather do not cross blocks, since each has one owner;
+//! those of a reduce-scatter may, and each owner lands its part.
 
 use super::PostError;
+use crate::coll::Span;
 use std::collections::VecDeque;
 use std::ops::Range;
-use sumac_hal::op::{Collective, Dtype, OpDesc};
+use sumac_hal::op::{Collective, OpDesc};
 
 /// The most operations in flight in one group.
 const MAX_OPS: usize = 1024;
@@ -12,15 +31,44 @@ const MAX_OPS: usize = 1024;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct OpId(pub u64);
 
-/// The caller's buffers, lent while an endpoint works.
+/// The caller's buffers, lent while an endpoint works; which elements they hold is in the table of [`OpDesc`]'s
+/// collectives at the head of this module.
 ///
-/// Input and output may be the same bytes: a chunk's input is not read any more once its result is written.
+/// Input and output may share bytes where they are the same elements: a chunk's input is not read any more once its
+/// result is written.
 pub trait Buffers {
-    /// Return what `op` contributes; at least `count` elements for an operation with elements.
+    /// Return what `op` contributes at this rank.
     fn input(&self, op: OpId) -> &[u8];
 
-    /// Return where the result of `op` goes; as long as the input.
+    /// Return where the results of `op` go at this rank.
     fn output(&mut self, op: OpId) -> &mut [u8];
+}
+
+/// What a rank has to do with one chunk, in bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) struct Part {
+    /// What it contributes: a range of the input.
+    pub(super) gives: Option<Range<usize>>,
+    /// What it receives.
+    pub(super) takes: Option<Landing>,
+}
+
+/// Where a chunk's result goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Landing {
+    /// The length of the whole result in bytes.
+    pub(super) result_len: usize,
+    /// The part of it that this rank owns.
+    pub(super) part: Range<usize>,
+    /// Its place in the output.
+    pub(super) at: usize,
+}
+
+/// A rank among those of its group, as far as blocks and roots are concerned.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Seat {
+    pub(super) rank: u32,
+    pub(super) ranks: u32,
 }
 
 /// One posted operation.
@@ -29,22 +77,89 @@ pub(super) struct Op {
     pub(super) id: OpId,
     pub(super) desc: OpDesc,
     pub(super) signature: u32,
+    seat: Seat,
     /// Its seqs.
     first: u64,
     end: u64,
     landed: u64,
-    /// Elements in all chunks but the last; 0 for an operation that moves none.
+    /// Elements in all chunks but the last of a block; 0 for an operation that moves none.
     chunk_elements: u64,
 }
 
 impl Op {
-    /// Return the bytes of the buffer that chunk `seq` is about; `None` if it carries none.
-    pub(super) fn chunk(&self, seq: u64) -> Option<Range<usize>> {
-        let size = self.desc.dtype.filter(|_| self.chunk_elements > 0 && self.desc.count > 0)?.size_bytes() as u64;
-        let start = (seq - self.first) * self.chunk_elements;
-        let end = (start + self.chunk_elements).min(self.desc.count);
-        Some((start * size) as usize..(end * size) as usize)
+    /// Return the seq after its last.
+    pub(super) const fn end(&self) -> u64 {
+        self.end
     }
+
+    /// Return what this rank has to do with chunk `seq`.
+    pub(super) fn part(&self, seq: u64) -> Part {
+        let Some(element) = self.element_bytes() else { return Part::default() };
+        let Seat { rank, ranks } = self.seat;
+        let (owner, chunk) = self.chunk(seq - self.first);
+        let own = Span::of_blocks(self.desc.count as usize, ranks, rank, rank + 1);
+        let bytes = |span: Span| span.start * element..span.end() * element;
+        let is_root = self.desc.root.0 == rank;
+        let whole = |wanted: bool| {
+            let landing =
+                Landing { result_len: chunk.len * element, part: 0..chunk.len * element, at: bytes(chunk).start };
+            wanted.then_some(landing)
+        };
+        match self.desc.collective {
+            Collective::AllReduce => Part { gives: Some(bytes(chunk)), takes: whole(true) },
+            Collective::Reduce => Part { gives: Some(bytes(chunk)), takes: whole(is_root) },
+            Collective::Broadcast => Part { gives: is_root.then(|| bytes(chunk)), takes: whole(!is_root) },
+            Collective::AllGather => {
+                let mine = owner == Some(rank);
+                let gives = Span { start: chunk.start.wrapping_sub(own.start), len: chunk.len };
+                Part { gives: mine.then(|| bytes(gives)), takes: whole(!mine) }
+            }
+            Collective::ReduceScatter => {
+                let (start, end) = (chunk.start.max(own.start), chunk.end().min(own.end()));
+                let takes = (start < end).then(|| Landing {
+                    result_len: chunk.len * element,
+                    part: (start - chunk.start) * element..(end - chunk.start) * element,
+                    at: (start - own.start) * element,
+                });
+                Part { gives: Some(bytes(chunk)), takes }
+            }
+            _ => Part::default(),
+        }
+    }
+
+    /// Return the length of an element in bytes, `None` if the operation moves none through the tree.
+    fn element_bytes(&self) -> Option<usize> {
+        (self.chunk_elements > 0 && self.desc.count > 0).then(|| self.desc.element_bytes())
+    }
+
+    /// Return the elements of chunk `index`, and whose block they belong to if chunks do not cross blocks.
+    fn chunk(&self, index: u64) -> (Option<u32>, Span) {
+        let count = self.desc.count as usize;
+        let chunk = self.chunk_elements as usize;
+        if self.desc.collective != Collective::AllGather {
+            let start = index as usize * chunk;
+            return (None, Span { start, len: chunk.min(count - start) });
+        }
+        let before = |block: u32| chunks_before(self.desc.count, self.seat.ranks, self.chunk_elements, block);
+        // The last block whose chunks begin at or before this one: blocks without elements have none.
+        let (mut low, mut high) = (0, self.seat.ranks);
+        while high - low > 1 {
+            let middle = low + (high - low) / 2;
+            if before(middle) <= index { low = middle } else { high = middle }
+        }
+        let block = Span::of_blocks(count, self.seat.ranks, low, low + 1);
+        let start = block.start + (index - before(low)) as usize * chunk;
+        (Some(low), Span { start, len: chunk.min(block.end() - start) })
+    }
+}
+
+/// Return how many chunks the first `block` blocks have, if none crosses a block: of `count / blocks` or one element
+/// more, as [`Span::of_blocks`] cuts them.
+fn chunks_before(count: u64, blocks: u32, chunk_elements: u64, block: u32) -> u64 {
+    let each = count / u64::from(blocks);
+    let start = Span::of_blocks(count as usize, blocks, 0, block).len as u64;
+    let longer = start - u64::from(block) * each;
+    longer * (each + 1).div_ceil(chunk_elements) + (u64::from(block) - longer) * each.div_ceil(chunk_elements)
 }
 
 /// The operations in flight.
@@ -56,16 +171,18 @@ pub(super) struct Ops {
     /// The seq after the last posted.
     end: u64,
     chunk_len_bytes: usize,
+    seat: Seat,
 }
 
 impl Ops {
-    pub(super) fn new(chunk_len_bytes: usize) -> Self {
+    pub(super) fn new(chunk_len_bytes: usize, seat: Seat) -> Self {
         Self {
             queue: VecDeque::with_capacity(MAX_OPS),
             completed: VecDeque::with_capacity(MAX_OPS),
             next_id: 0,
             end: 0,
             chunk_len_bytes,
+            seat,
         }
     }
 
@@ -76,22 +193,24 @@ impl Ops {
         }
         let id = OpId(self.next_id);
         self.next_id += 1;
-        let carries = offloaded && desc.collective != Collective::Barrier;
-        let chunk_elements = match desc.dtype {
-            Some(dtype) if carries => self.chunk_elements(dtype),
-            _ => 0,
+        let chunk_elements = if offloaded { self.chunk_elements(&desc) } else { 0 };
+        let seqs = match desc.collective {
+            _ if chunk_elements == 0 => 1,
+            Collective::AllGather => chunks_before(desc.count, self.seat.ranks, chunk_elements, self.seat.ranks),
+            _ => desc.count.div_ceil(chunk_elements),
         };
-        let seqs = if chunk_elements > 0 { desc.count.div_ceil(chunk_elements).max(1) } else { 1 };
         let first = self.end;
-        self.end += seqs;
-        self.queue.push_back(Op { id, desc, signature, first, end: self.end, landed: 0, chunk_elements });
+        self.end += seqs.max(1);
+        let (end, seat) = (self.end, self.seat);
+        self.queue.push_back(Op { id, desc, signature, seat, first, end, landed: 0, chunk_elements });
         self.retire();
         Ok(id)
     }
 
-    /// Return how many elements fit a chunk: as many as its partial results, in the accumulator type (PROTOCOL 1).
-    fn chunk_elements(&self, dtype: Dtype) -> u64 {
-        (self.chunk_len_bytes / dtype.accumulator().size_bytes().max(dtype.size_bytes())) as u64
+    /// Return how many elements fit a chunk: as many as their partial results, in the accumulator type (PROTOCOL 1);
+    /// 0 for an operation without elements.
+    fn chunk_elements(&self, desc: &OpDesc) -> u64 {
+        self.chunk_len_bytes.checked_div(desc.partial_bytes()).unwrap_or(0) as u64
     }
 
     /// Return the seq after the last posted.
@@ -125,5 +244,76 @@ impl Ops {
 
     pub(super) fn pop_completed(&mut self) -> Option<OpId> {
         self.completed.pop_front()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use sumac_hal::ids::Rank;
+    use sumac_hal::op::{Dtype, ReduceOp};
+
+    const CHUNK_LEN: usize = 32;
+
+    /// All collectives that have elements.
+    fn descs(root: u32, count: u64) -> [OpDesc; 5] {
+        let (dtype, op) = (Dtype::F32, ReduceOp::Sum);
+        [
+            OpDesc::all_reduce(dtype, op, count),
+            OpDesc::reduce(dtype, op, Rank(root), count),
+            OpDesc::broadcast(dtype, Rank(root), count),
+            OpDesc::reduce_scatter(dtype, op, count),
+            OpDesc::all_gather(dtype, count),
+        ]
+    }
+
+    proptest! {
+        /// Over all ranks and chunks: who contributes and who receives which byte is what the collective says.
+        #[test]
+        fn parts_make_the_collective(ranks in 1_u32..12, root in 0_u32..12, count in 0_u64..100, before in 0_u64..3) {
+            let root = root % ranks;
+            for desc in descs(root, count) {
+                let mut ends = Vec::new();
+                let mut given = vec![0_u32; count as usize * 4];
+                for rank in 0..ranks {
+                    let mut ops = Ops::new(CHUNK_LEN, Seat { rank, ranks });
+                    (0..before).for_each(|_| { ops.post(OpDesc::barrier(), 0, true).unwrap(); });
+                    ops.post(desc, 0, true).unwrap();
+                    ends.push(ops.end());
+                    let own = Span::of_blocks(count as usize, ranks, rank, rank + 1);
+                    let reads = match desc.collective {
+                        Collective::Broadcast if rank != root => 0..0,
+                        Collective::AllGather => 0..own.len * 4,
+                        _ => 0..count as usize * 4,
+                    };
+                    let writes = match desc.collective {
+                        Collective::Reduce if rank != root => vec![],
+                        Collective::Broadcast if rank == root => vec![],
+                        Collective::ReduceScatter => (0..own.len * 4).collect(),
+                        Collective::AllGather => (0..count as usize * 4).filter(|byte| !(own.start * 4..own.end() * 4).contains(byte)).collect(),
+                        _ => (0..count as usize * 4).collect(),
+                    };
+                    let (mut read, mut written) = (Vec::new(), Vec::new());
+                    for seq in before..ops.end() {
+                        let part = ops.of_seq(seq).unwrap().part(seq);
+                        let gives = part.gives.clone().unwrap_or_default();
+                        prop_assert!(gives.len() <= CHUNK_LEN && gives.len().is_multiple_of(4));
+                        let base = if desc.collective == Collective::AllGather { own.start * 4 } else { 0 };
+                        gives.clone().for_each(|byte| given[base + byte] += 1);
+                        read.extend(gives);
+                        if let Some(Landing { result_len, part, at }) = part.takes {
+                            prop_assert!(part.end <= result_len && result_len <= CHUNK_LEN);
+                            written.extend(at..at + part.len());
+                        }
+                    }
+                    prop_assert_eq!(read, reads.collect::<Vec<_>>(), "{:?} rank {}", desc, rank);
+                    prop_assert_eq!(written, writes, "{:?} rank {}", desc, rank);
+                }
+                prop_assert!(ends.windows(2).all(|pair| pair[0] == pair[1]), "all ranks count the same seqs");
+                let contributors = if desc.collective.reduces() { ranks } else { 1 };
+                prop_assert!(given.iter().all(|&n| n == contributors), "{:?}: {:?}", desc, given);
+            }
+        }
     }
 }

@@ -3,6 +3,7 @@
 use super::{Buffers, Endpoint, EndpointConfig, EndpointError, terminal};
 use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::port::Addr;
+use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::{Kind, NakReason, Packet, Repr, unpack_op};
 
@@ -37,7 +38,7 @@ impl Endpoint {
             self.listening.on_shared();
         }
         let taken = match (repr.kind, repr.reason) {
-            (Kind::Result | Kind::Done, _) => self.on_answer(index, &repr, packet.payload(), buffers, now),
+            (Kind::Result | Kind::Done, _) => self.on_answers(index, &repr, packet.payload(), buffers, now),
             (Kind::Status, _) => self.on_status(index, &repr, now),
             (Kind::Nak, Some(reason)) => self.on_nak(index, reason, &repr, now),
             _ => None,
@@ -48,6 +49,30 @@ impl Endpoint {
             self.window = repr.window;
         }
         Some(())
+    }
+
+    /// Take in the answer to one chunk, or the Done of a run of them; `None` if nothing of it is new.
+    fn on_answers(
+        &mut self,
+        index: usize,
+        repr: &Repr,
+        payload: &[u8],
+        buffers: &mut impl Buffers,
+        now: Instant,
+    ) -> Option<()> {
+        let count = u64::from(repr.count);
+        let is_run = repr.kind == Kind::Done && (1..=RUN - repr.seq.0 % RUN).contains(&count);
+        if count != 1 && !is_run {
+            return None;
+        }
+        let mut taken = None;
+        for next in 0..count {
+            let repr = Repr { seq: ChunkNo(repr.seq.0 + next), ..*repr };
+            taken = taken.or(self.on_answer(index, &repr, payload, buffers, now));
+        }
+        self.ask_for_gaps(index);
+        self.settle();
+        taken
     }
 
     fn on_answer(
@@ -61,24 +86,21 @@ impl Endpoint {
         let seq = repr.seq.0;
         let op = self.ops.of_seq(seq).filter(|op| seq < self.next && op.signature == repr.signature)?;
         let local = self.shard(index).below(repr.seq);
-        let range = op.chunk(seq);
-        let fits = match (&range, repr.kind) {
-            (Some(range), Kind::Result) => range.len() == payload.len(),
-            (None, Kind::Done) => payload.is_empty(),
-            _ => false,
-        };
-        if !fits || self.hops[index].is_answered(local) {
+        if self.hops[index].is_answered(local) {
             return None;
         }
-        if let Some(range) = range {
-            buffers.output(op.id)[range].copy_from_slice(payload);
-            self.note_way(repr.child == ChildIndex::ALL);
+        match (op.part(seq).takes, repr.kind) {
+            (Some(landing), Kind::Result) if landing.result_len == payload.len() => {
+                let part = &payload[landing.part];
+                buffers.output(op.id)[landing.at..][..part.len()].copy_from_slice(part);
+                self.note_way(repr.child == ChildIndex::ALL);
+            }
+            (None, Kind::Done) if payload.is_empty() => {}
+            _ => return None,
         }
         // Landed: only now may `have` pass it.
         assert!(self.hops[index].on_answer(local, now), "a chunk lands once");
         self.ops.landed(seq);
-        self.ask_for_gaps(index);
-        self.settle();
         Some(())
     }
 

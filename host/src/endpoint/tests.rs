@@ -1,5 +1,6 @@
 //! Tests of one endpoint, packet by packet, against a leaf node that the tests play themselves.
 
+mod sets;
 mod shared;
 
 use super::*;
@@ -37,6 +38,8 @@ fn config(window: u16, shards: u32) -> EndpointConfig {
     EndpointConfig {
         group: GroupId(3),
         epoch: EPOCH,
+        rank: Rank(1),
+        ranks: 4,
         child: ChildIndex(1),
         key: KEY,
         shared_key: None,

@@ -122,8 +122,8 @@ impl Run<'_> {
             let sends = self.step.sends;
             let slot = (0..sends.len()).find(|&slot| sends[slot].peer == peer && is_next(sends, &mesh.sends, slot));
             let Some(slot) = slot else { return Moved::Ended };
-            let bytes = self.memory.outgoing(&sends[slot]);
-            match link.write_transfer(&self.call, &bytes[mesh.sends[slot].bytes..]) {
+            let bytes = self.memory.outgoing(sends[slot].from);
+            match link.write_transfer(&self.call, bytes, mesh.sends[slot].bytes) {
                 Moved::Bytes(n) => mesh.sends[slot].bytes += n,
                 other => return other,
             }

@@ -60,7 +60,7 @@ impl Run<'_> {
             return Err(ExecError::RankLost { rank: peer }.into());
         }
         let hello = self.mesh.hello(HelloKind::Courier, peer).emit();
-        let header = Header { kind: FrameKind::Want, call: self.call, step: 0, len_bytes: 0 }.emit();
+        let header = Header { kind: FrameKind::Want, call: self.call, step: 0, len_bytes: 0, transfer_bytes: 0 }.emit();
         // A fresh socket's buffer holds both; one that does not is tried again after the next pause.
         let sent = write(&courier, &hello, &header);
         debug_assert!(matches!(sent, Moved::Bytes(n) if n == HELLO_BYTES + HEADER_BYTES) || sent == Moved::Ended);

@@ -90,6 +90,48 @@ pub enum ExecError {
         /// A rank that it waited for.
         peer: Rank,
     },
+    /// A rank sent another more or less than that expects: their counts of an all-to-all differ.
+    #[error(
+        "operation {op_index}: {from} sends {to} {sent_bytes} bytes where {expected_bytes} are expected; what one rank \
+         sends must be what the other receives"
+    )]
+    Length {
+        /// The sender.
+        from: Rank,
+        /// The receiver.
+        to: Rank,
+        /// The operation.
+        op_index: u64,
+        /// What is sent.
+        sent_bytes: u64,
+        /// What is expected.
+        expected_bytes: u64,
+    },
+    /// A message and its receive differ: the n-th sent meets the n-th received.
+    #[error(
+        "message {number} from {from} to {to} has tag {} and {} bytes; the receive that it meets has tag {} and {} \
+         bytes", sent.0, sent.1, expected.0, expected.1
+    )]
+    Message {
+        /// The sender.
+        from: Rank,
+        /// The receiver.
+        to: Rank,
+        /// Which message of this sender to this receiver, from 0.
+        number: u64,
+        /// Its tag and length in bytes.
+        sent: (u32, u64),
+        /// Tag and length of the receive.
+        expected: (u32, u64),
+    },
+    /// A message was not through by the deadline.
+    #[error("{rank} has waited until its deadline for a message to or from {peer}")]
+    MessageDeadline {
+        /// The rank whose deadline passed first.
+        rank: Rank,
+        /// A rank that it waited for.
+        peer: Rank,
+    },
     /// A rank refused the connection of another.
     #[error("{by} refused the connection of {rank}: {reason}")]
     Refused {

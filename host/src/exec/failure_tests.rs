@@ -17,7 +17,7 @@ use sumac_hal::reduce::Kernel;
 
 fn barrier(mesh: &mut Mesh, op_index: u64, interrupt: &mut dyn Interrupt) -> Result<(), ExecError> {
     let ctx = context(op_index, OpDesc::barrier(), Path::Ring);
-    execute(mesh, &dissemination::barrier(mesh.place()), None, &mut [], &ctx, interrupt)
+    execute(mesh, &dissemination::barrier(mesh.place()), None, &mut [][..], &ctx, interrupt)
 }
 
 /// Check that all ranks were told that `odd` called something else, and that their meshes are at an end.
@@ -86,15 +86,15 @@ fn a_rank_that_dies_in_any_step_is_named_and_nobody_gets_wrong_numbers() {
                         let kernel = Kernel::new(Dtype::I32, ReduceOp::Sum);
                         if mesh.place().rank() != dead {
                             let ctx = context(0, desc, path);
-                            let result = execute(&mut mesh, &whole, kernel.as_ref(), &mut buf, &ctx, &mut NoInterrupt);
+                            let result =
+                                execute(&mut mesh, &whole, kernel.as_ref(), &mut buf[..], &ctx, &mut NoInterrupt);
                             return (mesh.place().rank(), result.map(|()| buf), Some(mesh));
                         }
-                        let mut part = Schedule::new(mesh.place(), count);
-                        whole.steps().take(last_words).for_each(|step| part.push(step.sends, step.recvs));
+                        let mut part = Schedule::reducing(mesh.place(), *whole.layout());
+                        whole.steps().take(last_words).for_each(|step| part.push(step));
                         let ctx = context(0, desc, path);
                         // The mesh is dropped here, without a word to anybody.
-                        let kernel = part.reduces().then_some(kernel).flatten();
-                        let result = execute(&mut mesh, &part, kernel.as_ref(), &mut buf, &ctx, &mut NoInterrupt);
+                        let result = execute(&mut mesh, &part, kernel.as_ref(), &mut buf[..], &ctx, &mut NoInterrupt);
                         (mesh.place().rank(), result.map(|()| Vec::new()), None)
                     })
                 };
@@ -173,7 +173,7 @@ fn a_rank_of_another_job_is_refused() {
         if mesh.place().rank() == Rank(1) {
             ctx.deadline = Instant::now() + Duration::from_millis(500);
         }
-        execute(mesh, &dissemination::barrier(mesh.place()), None, &mut [], &ctx, &mut NoInterrupt)
+        execute(mesh, &dissemination::barrier(mesh.place()), None, &mut [][..], &ctx, &mut NoInterrupt)
     });
     assert_eq!(results[0], Err(ExecError::Refused { rank: Rank(0), by: Rank(1), reason: Refusal::Token }));
     assert_eq!(results[1], Err(ExecError::Deadline { op_index: 0, rank: Rank(1), peer: Rank(0) }));
@@ -188,7 +188,7 @@ fn a_passed_deadline_is_everybodys_error() {
         let mut ctx = context(4, OpDesc::barrier(), Path::Ring);
         let patience = if mesh.place().rank() == Rank(1) { Duration::from_millis(50) } else { FAR };
         ctx.deadline = Instant::now() + patience;
-        execute(mesh, &dissemination::barrier(mesh.place()), None, &mut [], &ctx, &mut NoInterrupt)
+        execute(mesh, &dissemination::barrier(mesh.place()), None, &mut [][..], &ctx, &mut NoInterrupt)
     });
     let error = Err(ExecError::Deadline { op_index: 4, rank: Rank(1), peer: Rank(0) });
     assert_eq!(results, [error.clone(), error.clone()]);
@@ -271,7 +271,7 @@ fn a_peer_in_the_middle_of_a_frame_gets_the_true_rest_before_the_abort() {
             let ctx = context(0, OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, count as u64), Path::Ring);
             let mut alarm = Alarm { at: Instant::now() + Duration::from_millis(200), rung };
             let (schedule, kernel) = (ring::all_reduce(mesh.place(), count), Kernel::new(Dtype::I32, ReduceOp::Sum));
-            execute(&mut mesh, &schedule, kernel.as_ref(), &mut buf, &ctx, &mut alarm)
+            execute(&mut mesh, &schedule, kernel.as_ref(), &mut buf[..], &ctx, &mut alarm)
         });
         by_hand.listener.set_nonblocking(false).expect("a socket");
         let (mut stream, _) = by_hand.listener.accept().expect("rank 0 dials");
@@ -313,10 +313,10 @@ fn contradictory_arguments_are_refused_and_leave_the_mesh_usable() {
         let here = here(mesh);
         let calls = [(&elsewhere, &kernel, 16), (&here, &kernel, 15), (&here, &wide, 16), (&here, &None, 16)];
         for (schedule, kernel, len_bytes) in calls {
-            let result = execute(mesh, schedule, kernel.as_ref(), &mut vec![0; len_bytes], &ctx, &mut NoInterrupt);
+            let result = execute(mesh, schedule, kernel.as_ref(), &mut vec![0; len_bytes][..], &ctx, &mut NoInterrupt);
             assert!(matches!(result, Err(ExecError::Invalid { .. })), "{result:?}");
         }
-        execute(mesh, &here, kernel.as_ref(), &mut [0; 16], &ctx, &mut NoInterrupt)
+        execute(mesh, &here, kernel.as_ref(), &mut [0; 16][..], &ctx, &mut NoInterrupt)
     });
     assert_eq!(results, [Ok(()), Ok(())]);
     assert!(meshes.iter().all(|mesh| mesh.error().is_none()));

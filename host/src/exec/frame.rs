@@ -6,7 +6,7 @@
 //! |---|---|---|---|
 //! | 0..4 | magic `SMCH` | 0..4 | magic `SMCF` |
 //! | 4..6 | version | 4..6 | kind: 1 data, 2 abort, 3 want |
-//! | 6..8 | kind: 1 peer, 2 courier, 3 refusal | 6..8 | zero |
+//! | 6..8 | kind: 1 peer, 2 courier, 3 refusal, 4 lane | 6..8 | zero |
 //! | 8..16 | job token | 8..16 | operation index |
 //! | 16..20 | from rank | 16..20 | signature |
 //! | 20..24 | to rank | 20..24 | step: which transfer of this pair in this operation, from 0 |
@@ -15,6 +15,7 @@
 //! | | | 32..36 | root |
 //! | | | 36..40 | zero |
 //! | | | 40..48 | element count |
+//! | | | 48..56 | length of the whole transfer in bytes (data) |
 //!
 //! A transfer travels as one or more data frames of at most [`FRAME_MAX_BYTES`], so that an abort never has to
 //! wait for more than that. The payload of an abort frame is the error, by postcard. The description of the
@@ -27,9 +28,9 @@ use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Dtype, Path, ReduceOp};
 
 /// The version of hello and frames; ranks of different versions refuse each other.
-pub(super) const VERSION: u16 = 1;
+pub(super) const VERSION: u16 = 2;
 pub(super) const HELLO_BYTES: usize = 32;
-pub(super) const HEADER_BYTES: usize = 48;
+pub(super) const HEADER_BYTES: usize = 56;
 /// A frame's largest payload.
 pub(super) const FRAME_MAX_BYTES: usize = 256 << 10;
 /// The largest error that an abort carries; longer reasons are cut.
@@ -45,6 +46,8 @@ pub(super) enum HelloKind {
     Peer,
     /// It carries one abort or want frame, which follows at once, and is not answered.
     Courier,
+    /// A direction's connection for messages from one rank to another ([`super::lane`]).
+    Lane,
     /// The answer to a hello that does not fit.
     Refusal(Refusal),
 }
@@ -64,6 +67,7 @@ impl Hello {
         let (kind, reason) = match self.kind {
             HelloKind::Peer => (1_u16, 0_u32),
             HelloKind::Courier => (2, 0),
+            HelloKind::Lane => (4, 0),
             HelloKind::Refusal(Refusal::Version) => (3, 1),
             HelloKind::Refusal(Refusal::Token) => (3, 2),
             HelloKind::Refusal(Refusal::Rank) => (3, 3),
@@ -87,6 +91,7 @@ impl Hello {
         let kind = match (u16_at(bytes, 6), u32_at(bytes, 24)) {
             (1, _) => HelloKind::Peer,
             (2, _) => HelloKind::Courier,
+            (4, _) => HelloKind::Lane,
             (3, 1) => HelloKind::Refusal(Refusal::Version),
             (3, 2) => HelloKind::Refusal(Refusal::Token),
             (3, 3) => HelloKind::Refusal(Refusal::Rank),
@@ -120,6 +125,8 @@ pub(super) struct Header {
     pub(super) call: Call,
     pub(super) step: u32,
     pub(super) len_bytes: usize,
+    /// The length of the transfer that the frame is a piece of.
+    pub(super) transfer_bytes: u64,
 }
 
 impl Header {
@@ -143,6 +150,7 @@ impl Header {
         bytes[31] = call.path as u8;
         bytes[32..36].copy_from_slice(&call.root.0.to_le_bytes());
         bytes[40..48].copy_from_slice(&call.count.to_le_bytes());
+        bytes[48..56].copy_from_slice(&self.transfer_bytes.to_le_bytes());
         bytes
     }
 
@@ -182,7 +190,7 @@ impl Header {
             count: u64_at(bytes, 40),
             path: path.ok_or_else(|| refuse("path", bytes[31].into()))?,
         };
-        Ok(Self { kind, call, step: u32_at(bytes, 20), len_bytes })
+        Ok(Self { kind, call, step: u32_at(bytes, 20), len_bytes, transfer_bytes: u64_at(bytes, 48) })
     }
 }
 
@@ -205,7 +213,7 @@ impl AbortFrame {
                 postcard::to_slice(&short, &mut bytes[HEADER_BYTES..]).map_or(0, |payload| payload.len())
             }
         };
-        let header = Header { kind: FrameKind::Abort, call, step: 0, len_bytes: payload };
+        let header = Header { kind: FrameKind::Abort, call, step: 0, len_bytes: payload, transfer_bytes: 0 };
         bytes[..HEADER_BYTES].copy_from_slice(&header.emit());
         Self { bytes, len_bytes: HEADER_BYTES + payload }
     }
@@ -246,12 +254,12 @@ mod tests {
     fn header() -> Header {
         let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 0x0102_0304_0506);
         let call = Call::new(Rank(3), 0x1112_1314, 0x2122_2324, &desc, Path::Ring);
-        Header { kind: FrameKind::Data, call, step: 5, len_bytes: 0x4000 }
+        Header { kind: FrameKind::Data, call, step: 5, len_bytes: 0x4000, transfer_bytes: 0x3132_3334_3536 }
     }
 
     #[test]
-    fn golden_bytes_of_version_1() {
-        assert_eq!(VERSION, 1, "new bytes need a new version, and new golden bytes");
+    fn golden_bytes_of_version_2() {
+        assert_eq!(VERSION, 2, "new bytes need a new version, and new golden bytes");
         let hello = Hello {
             version: VERSION,
             kind: HelloKind::Refusal(Refusal::Token),
@@ -259,11 +267,12 @@ mod tests {
             from: Rank(1),
             to: Rank(2),
         };
-        let golden = *b"SMCH\x01\0\x03\0\x08\x07\x06\x05\x04\x03\x02\x01\x01\0\0\0\x02\0\0\0\x02\0\0\0\0\0\0\0";
+        let golden = *b"SMCH\x02\0\x03\0\x08\x07\x06\x05\x04\x03\x02\x01\x01\0\0\0\x02\0\0\0\x02\0\0\0\0\0\0\0";
         assert_eq!(hello.emit(), golden);
         assert_eq!(Hello::parse(&golden), Some(hello));
         let golden = *b"SMCF\x01\0\0\0\x14\x13\x12\x11\0\0\0\0\x24\x23\x22\x21\x05\0\0\0\0\x40\0\0\x01\x0b\x01\x02\
-                        \0\0\0\0\0\0\0\0\x06\x05\x04\x03\x02\x01\0\0";
+                        \0\0\0\0\0\0\0\0\x06\x05\x04\x03\x02\x01\0\0\
+                        \x36\x35\x34\x33\x32\x31\0\0";
         assert_eq!(header().emit(), golden);
         assert_eq!(Header::parse(Rank(3), &golden), Ok(header()));
     }
@@ -278,6 +287,9 @@ mod tests {
             ExecError::RankLost { rank: Rank(9) },
             ExecError::Deadline { op_index: u64::MAX, rank: Rank(1), peer: Rank(2) },
             ExecError::Refused { rank: Rank(1), by: Rank(2), reason: Refusal::Version },
+            ExecError::Length { from: Rank(1), to: Rank(2), op_index: 3, sent_bytes: 4, expected_bytes: 5 },
+            ExecError::Message { from: Rank(1), to: Rank(2), number: 3, sent: (4, 5), expected: (6, 7) },
+            ExecError::MessageDeadline { rank: Rank(1), peer: Rank(2) },
         ];
         for error in errors {
             let frame = AbortFrame::new(header().call, &error);

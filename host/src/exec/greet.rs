@@ -74,7 +74,7 @@ impl Mesh {
                     Err(_) => Greeted::Dropped,
                     Ok(message) => message,
                 },
-                Ok(_) => return self.join(index, hello.from),
+                Ok(kind) => return self.join(index, kind, hello.from),
                 Err(reason) => {
                     let refusal = self.hello(HelloKind::Refusal(reason), hello.from);
                     // As far as it goes: a stranger that does not listen is dropped all the same.
@@ -98,18 +98,23 @@ impl Mesh {
         }
         let is_other = hello.from.0 < self.place.ranks() && hello.from != self.rank() && hello.to == self.rank();
         let is_idle = |rank: Rank| matches!(self.links[rank.0 as usize].state, State::Idle);
+        let is_closed = |rank: Rank| matches!(self.messages.from[rank.0 as usize].link.state, State::Idle);
         match hello.kind {
             HelloKind::Courier if is_other => Ok(hello.kind),
+            HelloKind::Lane if is_other && is_closed(hello.from) => Ok(hello.kind),
             HelloKind::Peer if is_other && hello.from < self.rank() && is_idle(hello.from) => Ok(hello.kind),
             _ => Err(Refusal::Rank),
         }
     }
 
     /// Answer a peer's hello and let its frames flow.
-    fn join(&mut self, index: usize, peer: Rank) -> Greeted {
+    fn join(&mut self, index: usize, kind: HelloKind, peer: Rank) -> Greeted {
         let stream = self.pending.remove(index).stream;
-        let answer = self.hello(HelloKind::Peer, peer).emit();
-        let link = &mut self.links[peer.0 as usize];
+        let answer = self.hello(kind, peer).emit();
+        let link = match kind {
+            HelloKind::Lane => &mut self.messages.from[peer.0 as usize].link,
+            _ => &mut self.links[peer.0 as usize],
+        };
         if write(&stream, &answer, &[]) == Moved::Bytes(HELLO_BYTES) {
             link.state = State::Ready(stream);
         } else {

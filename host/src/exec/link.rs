@@ -46,7 +46,7 @@ pub(super) struct Rx {
     /// The number of transfers received in this operation.
     pub(super) turn: u32,
     /// The head of an element whose tail has not come yet.
-    pub(super) carry: [u8; 8],
+    pub(super) carry: [u8; 16],
     pub(super) carry_len: usize,
     /// The payload of an abort.
     pub(super) abort: Vec<u8>,
@@ -60,7 +60,7 @@ impl Default for Rx {
             frame: None,
             left_bytes: 0,
             turn: 0,
-            carry: [0; 8],
+            carry: [0; 16],
             carry_len: 0,
             abort: Vec::new(),
         }
@@ -127,18 +127,18 @@ impl Link {
         moved
     }
 
-    /// Send as much of `rest`, what is left of a transfer, as the socket takes: payload bytes, `WouldBlock` or
+    /// Send as much of a transfer, of which `sent` bytes are out, as the socket takes: payload bytes, `WouldBlock` or
     /// `Ended`. `Bytes(0)` means that only a header went out.
-    pub(super) fn write_transfer(&mut self, call: &Call, rest: &[u8]) -> Moved {
+    pub(super) fn write_transfer(&mut self, call: &Call, transfer: &[u8], sent: usize) -> Moved {
         match self.flush_want() {
             Moved::Bytes(_) => {}
             other => return other,
         }
         let Some(stream) = stream_of(&self.state) else { return Moved::Ended };
-        let tx = &mut self.tx;
+        let (tx, rest) = (&mut self.tx, &transfer[sent..]);
         if tx.is_between_frames() {
             tx.left_bytes = rest.len().min(FRAME_MAX_BYTES);
-            tx.begin(FrameKind::Data, call);
+            tx.begin(FrameKind::Data, call, transfer.len() as u64);
         }
         let header = &tx.header[HEADER_BYTES - tx.header_left..];
         match write(stream, header, &rest[..tx.left_bytes]) {
@@ -160,7 +160,7 @@ impl Link {
         if self.tx.announced || !matches!(moved, Moved::Bytes(_)) {
             return moved;
         }
-        self.tx.begin(FrameKind::Want, call);
+        self.tx.begin(FrameKind::Want, call, 0);
         self.flush_want()
     }
 
@@ -199,9 +199,9 @@ impl Tx {
         self.header_left == 0 && self.left_bytes == 0
     }
 
-    fn begin(&mut self, kind: FrameKind, call: &Call) {
+    fn begin(&mut self, kind: FrameKind, call: &Call, transfer_bytes: u64) {
         let len_bytes = self.left_bytes;
-        self.header = Header { kind, call: *call, step: self.turn, len_bytes }.emit();
+        self.header = Header { kind, call: *call, step: self.turn, len_bytes, transfer_bytes }.emit();
         self.header_left = HEADER_BYTES;
         self.is_want = kind == FrameKind::Want;
         self.announced = true;

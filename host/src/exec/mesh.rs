@@ -1,12 +1,13 @@
 //! The connections of one rank: dialled or accepted when first needed, checked by a hello, and kept.
 //!
-//! The lower rank dials, the higher accepts. Whoever connects must say the job's token, its rank and the rank it
+//! For schedules the lower rank dials and the higher accepts; for messages the sender dials ([`super::lane`]). Whoever connects must say the job's token, its rank and the rank it
 //! wants; what does not fit is dropped and counted, and never gets an answer longer than what it sent.
 
 use super::error::{ExecError, MeshError};
 use super::frame::{HELLO_BYTES, Hello, HelloKind, VERSION};
 use super::greet::Pending;
 use super::link::{Link, Moved, State, write};
+use super::message::Messages;
 use super::run::Progress;
 use super::watch::Watched;
 use crate::coll::Place;
@@ -40,12 +41,16 @@ pub struct Mesh {
     pub(super) pending: Vec<Pending>,
     /// Couriers on their way to lower ranks that have not dialled.
     pub(super) wants: Vec<(Rank, TcpStream)>,
+    /// Messages between two ranks, beside the schedules.
+    pub(super) messages: Messages,
     pub(super) poisoned: Option<ExecError>,
     pub(super) foreign_dropped: u64,
     pub(super) sent_bytes: u64,
     /// Where received partial elements lie until they are combined: small enough to stay in L2.
     pub(super) scratch: Vec<u8>,
-    /// Accumulators, where they do not fit the caller's buffer.
+    /// Where accumulators lie until they are rounded, if they don't fit their result's place.
+    pub(super) spare: Vec<u8>,
+    /// Partial values, where they don't lie in the caller's buffer.
     pub(super) work: Vec<u8>,
     pub(super) sends: Vec<Progress>,
     pub(super) recvs: Vec<Progress>,
@@ -75,6 +80,7 @@ impl Mesh {
             place,
             token,
             listener,
+            messages: Messages::new(addresses.len()),
             links: addresses.iter().map(|_| Link::default()).collect(),
             addresses,
             pending: Vec::new(),
@@ -83,6 +89,7 @@ impl Mesh {
             foreign_dropped: 0,
             sent_bytes: 0,
             scratch: vec![0; SCRATCH_BYTES],
+            spare: vec![0; SCRATCH_BYTES],
             work: Vec::new(),
             sends: Vec::new(),
             recvs: Vec::new(),
@@ -145,45 +152,49 @@ impl Mesh {
         }
     }
 
-    /// Take a dialled connection one step further: send our hello, or check theirs.
+    /// Take a dialled connection one step further.
     pub(super) fn advance(&mut self, peer: Rank) -> Result<(), ExecError> {
-        let hello = self.hello(HelloKind::Peer, peer).emit();
-        let own = self.rank();
-        let link = &mut self.links[peer.0 as usize];
-        let lost = Err(ExecError::RankLost { rank: peer });
-        match std::mem::take(&mut link.state) {
-            State::Connecting(stream) => {
-                // A fresh socket's buffer holds a hello; one that does not is broken.
-                let sound = matches!(stream.take_error(), Ok(None));
-                if !sound || write(&stream, &hello, &[]) != Moved::Bytes(HELLO_BYTES) {
-                    return lost;
-                }
-                link.state = State::Greeting(stream);
-                Ok(())
+        let hello = self.hello(HelloKind::Peer, peer);
+        advance(&mut self.links[peer.0 as usize], &hello)
+    }
+}
+
+/// Take a dialled connection one step further: send our hello, or check theirs.
+pub(super) fn advance(link: &mut Link, ours: &Hello) -> Result<(), ExecError> {
+    let (own, peer) = (ours.from, ours.to);
+    let lost = Err(ExecError::RankLost { rank: peer });
+    match std::mem::take(&mut link.state) {
+        State::Connecting(stream) => {
+            // A fresh socket's buffer holds a hello; one that does not is broken.
+            let sound = matches!(stream.take_error(), Ok(None));
+            if !sound || write(&stream, &ours.emit(), &[]) != Moved::Bytes(HELLO_BYTES) {
+                return lost;
             }
-            State::Greeting(stream) => {
-                link.state = State::Greeting(stream);
-                match link.fill_header(HELLO_BYTES) {
-                    Moved::WouldBlock => return Ok(()),
-                    Moved::Ended => return lost,
-                    Moved::Bytes(_) => {}
-                }
-                let bytes = std::array::from_fn(|index| link.rx.bytes[index]);
-                match Hello::parse(&bytes) {
-                    Some(Hello { kind: HelloKind::Refusal(reason), .. }) => {
-                        Err(ExecError::Refused { rank: own, by: peer, reason })
-                    }
-                    Some(answer) if answer == (Hello { from: peer, to: own, ..self.hello(HelloKind::Peer, peer) }) => {
-                        self.links[peer.0 as usize].make_ready();
-                        Ok(())
-                    }
-                    _ => Err(ExecError::protocol(peer, "a hello that does not fit the address book")),
-                }
+            link.state = State::Greeting(stream);
+            Ok(())
+        }
+        State::Greeting(stream) => {
+            link.state = State::Greeting(stream);
+            match link.fill_header(HELLO_BYTES) {
+                Moved::WouldBlock => return Ok(()),
+                Moved::Ended => return lost,
+                Moved::Bytes(_) => {}
             }
-            other => {
-                link.state = other;
-                Ok(())
+            let bytes = std::array::from_fn(|index| link.rx.bytes[index]);
+            match Hello::parse(&bytes) {
+                Some(Hello { kind: HelloKind::Refusal(reason), .. }) => {
+                    Err(ExecError::Refused { rank: own, by: peer, reason })
+                }
+                Some(answer) if answer == (Hello { from: peer, to: own, ..*ours }) => {
+                    link.make_ready();
+                    Ok(())
+                }
+                _ => Err(ExecError::protocol(peer, "a hello that does not fit the address book")),
             }
+        }
+        other => {
+            link.state = other;
+            Ok(())
         }
     }
 }

@@ -2,6 +2,8 @@
 //!
 //! [`TreeDriver`] moves packets between an endpoint and its port; the rest of this module is about schedules.
 //!
+//! [`message`] sends and receives between two ranks, also while a schedule runs.
+//!
 //! [`Mesh`] owns the connections, [`execute`] runs one rank's [`Schedule`](crate::coll::Schedule) over them.
 //! One thread, non-blocking sockets and one `poll`; nothing is allocated per operation once the mesh is warm.
 //!
@@ -12,27 +14,34 @@
 //!   others, connected or not, and they return the same error;
 //! - after an error the mesh is poisoned: its streams may stand in the middle of a frame, so nothing more is sent.
 //!
-//! After an error the caller's buffer holds any mixture of inputs, partial values and results: where the
-//! accumulator has the operation's type, the schedule works in place. Keep a copy where the input is needed again.
+//! After an error the output, and a buffer that is input and output, hold any mixture of inputs, partial values and
+//! results. A separate input stays as it is: use one where it may be needed again.
 
 mod abort;
 mod announce;
 mod error;
 mod frame;
 mod greet;
+mod lane;
 mod link;
 mod memory;
 mod mesh;
+pub mod message;
 mod run;
 mod tree;
 mod watch;
 
 #[cfg(test)]
+mod collective_tests;
+#[cfg(test)]
 mod failure_tests;
+#[cfg(test)]
+mod message_tests;
 #[cfg(test)]
 mod tests;
 
 pub use error::{Call, ExecError, MeshError, Refusal};
+pub use memory::Buffers;
 pub use mesh::{JobToken, Mesh};
 pub use run::{Context, Interrupt, NoInterrupt, execute};
 pub use tree::TreeDriver;

@@ -10,13 +10,14 @@ use super::announce::Patience;
 use super::error::{Call, ExecError};
 use super::frame::{AbortFrame, FrameKind, HEADER_BYTES, Header};
 use super::link::{Moved, State};
-use super::memory::Memory;
+use super::memory::{Buffers, Memory};
 use super::mesh::Mesh;
-use crate::coll::{Action, Schedule, Step, Transfer};
+use super::message::Message;
+use crate::coll::{Recv, Schedule, Send, Step};
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
 use sumac_hal::ids::Rank;
-use sumac_hal::op::{Dtype, OpDesc, Path};
+use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::reduce::Kernel;
 
 /// What all ranks must agree on about one operation, and how long it may take.
@@ -65,20 +66,21 @@ impl Interrupt for NoInterrupt {
     }
 }
 
-/// Run `schedule` over `mesh`, in `buf`.
+/// Run `schedule` over `mesh`, in `buffers`: one buffer for input and output, or two.
 ///
-/// `buf` holds `schedule.count()` elements of the type of `ctx.desc`; `kernel` is needed where the schedule
-/// reduces. Every rank must call this with the same operation in the same order.
+/// They hold as many elements of the type of `ctx.desc` as [`Schedule::layout`] says; `kernel` is needed where the
+/// schedule reduces. Every rank must call this with the same operation in the same order. The schedule is one that
+/// [`crate::coll::check`] lets pass.
 ///
 /// # Errors
 /// [`ExecError::Invalid`] if the arguments contradict each other: nothing has been sent. Any other error is the
-/// operation's end at all ranks, and the mesh's: further calls return it again. The contents of `buf` are then
-/// unspecified.
-pub fn execute(
+/// operation's end at all ranks, and the mesh's: further calls return it again. The contents of the output, and of
+/// a buffer for both, are then unspecified.
+pub fn execute<'a>(
     mesh: &mut Mesh,
     schedule: &Schedule,
     kernel: Option<&Kernel>,
-    buf: &mut [u8],
+    buffers: impl Into<Buffers<'a>>,
     ctx: &Context,
     interrupt: &mut dyn Interrupt,
 ) -> Result<(), ExecError> {
@@ -89,13 +91,25 @@ pub fn execute(
         let what = format!("a schedule for {:?} on the mesh of {:?}", schedule.place(), mesh.place);
         return Err(ExecError::Invalid { what });
     }
-    let element_bytes = ctx.desc.dtype.map_or(0, Dtype::size_bytes);
+    let element_bytes = ctx.desc.element_bytes();
     let mut work = std::mem::take(&mut mesh.work);
-    let result = Memory::new(schedule, element_bytes, kernel, buf, &mut work).and_then(|memory| {
+    let result = Memory::new(schedule, element_bytes, kernel, buffers.into(), &mut work).and_then(|memory| {
         let call = Call::new(mesh.rank(), ctx.op_index, ctx.signature, &ctx.desc, ctx.path);
-        let step = Step { sends: &[], recvs: &[] };
+        let step = Step::default();
         let (deadline, patience) = (ctx.deadline, Patience::default());
-        let mut run = Run { mesh: &mut *mesh, schedule, memory, call, deadline, interrupt, index: 0, step, patience };
+        let mut run = Run {
+            mesh: &mut *mesh,
+            schedule,
+            memory,
+            call,
+            deadline,
+            interrupt,
+            index: 0,
+            step,
+            patience,
+            lent: Vec::new(),
+            is_between: false,
+        };
         let Err(failure) = run.operation() else { return Ok(()) };
         run.abort(&failure);
         let (Failure::Found(error) | Failure::Told(error)) = failure;
@@ -118,6 +132,10 @@ pub(super) struct Run<'a> {
     pub(super) index: usize,
     pub(super) step: Step<'a>,
     pub(super) patience: Patience,
+    /// The messages of the call.
+    pub(super) lent: Vec<Message<'a>>,
+    /// There is no schedule, only messages: what peers send belongs to a later operation.
+    pub(super) is_between: bool,
 }
 
 /// How far a transfer of the present step is.
@@ -160,6 +178,9 @@ impl Run<'_> {
             self.step = step;
             reset(&mut self.mesh.sends, step.sends.len());
             reset(&mut self.mesh.recvs, step.recvs.len());
+            for local in step.locals {
+                self.memory.run_local(local, &mut self.mesh.scratch, &mut self.mesh.spare);
+            }
             while !self.is_step_done() {
                 let moved = self.move_bytes()?;
                 match polls.after(moved) {
@@ -177,9 +198,9 @@ impl Run<'_> {
     /// Dial the higher ranks of all steps at once, so that the steps don't wait for connections one by one.
     fn dial_peers(&mut self) -> Result<(), ExecError> {
         for step in self.schedule.steps() {
-            for Transfer { peer, .. } in step.sends.iter().chain(step.recvs) {
-                if *peer > self.mesh.rank() && matches!(self.mesh.links[peer.0 as usize].state, State::Idle) {
-                    self.mesh.dial(*peer)?;
+            for peer in step.sends.iter().map(Send::peer).chain(step.recvs.iter().map(Recv::peer)) {
+                if peer > self.mesh.rank() && matches!(self.mesh.links[peer.0 as usize].state, State::Idle) {
+                    self.mesh.dial(peer)?;
                 }
             }
         }
@@ -207,18 +228,18 @@ impl Run<'_> {
     }
 
     fn send(&mut self, slot: usize) -> Result<bool, Failure> {
-        let transfer = self.step.sends[slot];
-        let link = &mut self.mesh.links[transfer.peer.0 as usize];
+        let Send { peer, from } = self.step.sends[slot];
+        let link = &mut self.mesh.links[peer.0 as usize];
         match link.state {
             State::Ready(_) => {}
-            State::Ended => return Err(ExecError::RankLost { rank: transfer.peer }.into()),
+            State::Ended => return Err(ExecError::RankLost { rank: peer }.into()),
             _ => return Ok(false),
         }
         let progress = &mut self.mesh.sends[slot];
-        let bytes = self.memory.outgoing(&transfer);
-        match link.write_transfer(&self.call, &bytes[progress.bytes..]) {
+        let bytes = self.memory.outgoing(from);
+        match link.write_transfer(&self.call, bytes, progress.bytes) {
             Moved::WouldBlock => Ok(false),
-            Moved::Ended => Err(self.last_words(transfer.peer)),
+            Moved::Ended => Err(self.last_words(peer)),
             Moved::Bytes(n) => {
                 progress.bytes += n;
                 self.mesh.sent_bytes += n as u64;
@@ -232,15 +253,15 @@ impl Run<'_> {
     }
 
     fn receive(&mut self, slot: usize) -> Result<bool, Failure> {
-        let transfer = self.step.recvs[slot];
-        let peer = transfer.peer;
+        let recv = self.step.recvs[slot];
+        let peer = recv.peer;
         let index = peer.0 as usize;
         match self.mesh.links[index].state {
             State::Ready(_) => {}
             State::Ended => return Err(ExecError::RankLost { rank: peer }.into()),
             _ => return Ok(false),
         }
-        let total = self.memory.len_bytes(&transfer);
+        let total = self.memory.len_bytes(&recv);
         let header = match self.mesh.links[index].rx.frame {
             Some(header) => header,
             None => match self.receive_header(peer)? {
@@ -251,6 +272,11 @@ impl Run<'_> {
         if header.kind == FrameKind::Abort {
             return self.receive_abort(peer).map(|()| false);
         }
+        if header.transfer_bytes != total as u64 {
+            let (from, to, op_index) = (peer, self.call.rank, self.call.op_index);
+            let (sent_bytes, expected_bytes) = (header.transfer_bytes, total as u64);
+            return Err(ExecError::Length { from, to, op_index, sent_bytes, expected_bytes }.into());
+        }
         let rx = &self.mesh.links[index].rx;
         let room = total - self.mesh.recvs[slot].bytes;
         if rx.left_bytes == header.len_bytes && (header.len_bytes > room || header.len_bytes == 0 && total != 0) {
@@ -258,7 +284,7 @@ impl Run<'_> {
             return Err(ExecError::protocol(peer, what).into());
         }
         if rx.left_bytes != 0 {
-            match self.land(slot, &transfer) {
+            match self.land(slot, &recv) {
                 Moved::Bytes(n) => self.mesh.recvs[slot].bytes += n,
                 Moved::WouldBlock => return Ok(false),
                 Moved::Ended => return Err(ExecError::RankLost { rank: peer }.into()),
@@ -275,24 +301,25 @@ impl Run<'_> {
         Ok(true)
     }
 
-    /// Receive payload: finished elements straight to their place, partial ones through the scratch memory.
-    fn land(&mut self, slot: usize, transfer: &Transfer) -> Moved {
-        let link = &mut self.mesh.links[transfer.peer.0 as usize];
+    /// Receive payload: straight to its place, or, where something is to be done with it, through the scratch memory.
+    fn land(&mut self, slot: usize, recv: &Recv) -> Moved {
+        let link = &mut self.mesh.links[recv.peer.0 as usize];
         let at_bytes = self.mesh.recvs[slot].bytes;
-        let Action::Reduce { completes, .. } = transfer.action else {
-            return link.read_payload(&mut self.memory.landing(transfer.span)[at_bytes..]);
-        };
+        if let Some(place) = self.memory.direct(recv) {
+            return link.read_payload(&mut place[at_bytes..]);
+        }
         let carried = link.rx.carry_len;
         let scratch = &mut self.mesh.scratch;
         scratch[..carried].copy_from_slice(&link.rx.carry[..carried]);
         let moved = link.read_payload(&mut scratch[carried..]);
         let Moved::Bytes(n) = moved else { return moved };
         let held = carried + n;
-        let each = self.memory.partial_bytes();
+        let each = self.memory.bytes_each(recv.sent_from);
         let (whole, tail) = scratch[..held].split_at(held - held % each);
         link.rx.carry[..tail.len()].copy_from_slice(tail);
         link.rx.carry_len = tail.len();
-        self.memory.reduce(transfer.span, at_bytes - carried, whole, completes);
+        let at = (at_bytes - carried) / each;
+        self.memory.land(recv.sent_from, &recv.landing, at, whole, &mut self.mesh.spare);
         moved
     }
 
@@ -303,7 +330,11 @@ impl Run<'_> {
             Moved::WouldBlock => return Ok(None),
             Moved::Ended => {
                 link.state = State::Ended;
-                return if self.needs(peer) { Err(ExecError::RankLost { rank: peer }.into()) } else { Ok(None) };
+                return if self.needs(peer) || self.mesh.messages.awaits_lane(peer) {
+                    Err(ExecError::RankLost { rank: peer }.into())
+                } else {
+                    Ok(None)
+                };
             }
             Moved::Bytes(_) => {}
         }
@@ -322,7 +353,7 @@ impl Run<'_> {
         }
         let is_want = header.kind == FrameKind::Want;
         let theirs = &header.call;
-        if theirs.op_index > self.call.op_index && !self.awaits(peer) {
+        if self.is_between || theirs.op_index > self.call.op_index && !self.awaits(peer) {
             return Ok(());
         }
         // A want may be old: what its rank waited for was on its way.
@@ -410,14 +441,31 @@ impl Run<'_> {
     }
 }
 
-/// Return whether transfer `slot` is open, and the first open one with its peer.
-pub(super) fn is_next(transfers: &[Transfer], progress: &[Progress], slot: usize) -> bool {
-    !progress[slot].done && open(&transfers[..slot], progress).all(|other| other.peer != transfers[slot].peer)
+/// One end of a message.
+pub(super) trait End {
+    fn peer(&self) -> Rank;
 }
 
-/// Return the transfers that are not done.
-pub(super) fn open<'a>(transfers: &'a [Transfer], progress: &'a [Progress]) -> impl Iterator<Item = &'a Transfer> {
-    transfers.iter().zip(progress).filter(|(_, progress)| !progress.done).map(|(transfer, _)| transfer)
+impl End for Send {
+    fn peer(&self) -> Rank {
+        self.peer
+    }
+}
+
+impl End for Recv {
+    fn peer(&self) -> Rank {
+        self.peer
+    }
+}
+
+/// Return whether message `slot` is open, and the first open one with its peer.
+pub(super) fn is_next<T: End>(messages: &[T], progress: &[Progress], slot: usize) -> bool {
+    !progress[slot].done && open(&messages[..slot], progress).all(|other| other.peer() != messages[slot].peer())
+}
+
+/// Return the messages that are not done.
+pub(super) fn open<'a, T: End>(messages: &'a [T], progress: &'a [Progress]) -> impl Iterator<Item = &'a T> {
+    messages.iter().zip(progress).filter(|(_, progress)| !progress.done).map(|(message, _)| message)
 }
 
 fn reset(progress: &mut Vec<Progress>, len: usize) {
@@ -430,13 +478,13 @@ fn reset(progress: &mut Vec<Progress>, len: usize) {
 /// A wake-up from sleep costs tens of microseconds across cores, a yield to another rank's process on the same
 /// core a few: so ranks yield for a while before they sleep.
 #[derive(Debug, Default)]
-struct Polls {
+pub(super) struct Polls {
     busy: u32,
     idle: u32,
 }
 
 /// What to do after a round of transfers.
-enum Polling {
+pub(super) enum Polling {
     Not,
     Yield,
     Look,
@@ -444,7 +492,7 @@ enum Polling {
 }
 
 impl Polls {
-    const fn after(&mut self, moved: bool) -> Polling {
+    pub(super) const fn after(&mut self, moved: bool) -> Polling {
         if moved {
             self.idle = 0;
             self.busy += 1;

@@ -8,6 +8,7 @@ use super::error::ExecError;
 use super::frame::FrameKind;
 use super::greet::Greeted;
 use super::link::State;
+use super::message::Direction;
 use super::run::{Failure, Run, is_next, open};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::time::{Duration, Instant};
@@ -20,6 +21,8 @@ pub(super) enum Watched {
     /// A stranger, by index.
     Pending(usize),
     Link(Rank),
+    /// A lane with an open message.
+    Lane(Rank, Direction),
     /// A courier, by index.
     Want(usize),
     Interrupt,
@@ -31,8 +34,12 @@ impl Run<'_> {
         let now = Instant::now();
         if now >= self.deadline {
             let (rank, op_index, peer) = (self.call.rank, self.call.op_index, self.awaited());
+            if self.is_between {
+                return Err(ExecError::MessageDeadline { rank, peer }.into());
+            }
             return Err(ExecError::Deadline { op_index, rank, peer }.into());
         }
+        self.drive_messages()?;
         let wake_at = self.interrupt.wake_at();
         if wake_at.is_some_and(|at| at <= now) {
             self.interrupt.check()?;
@@ -56,6 +63,9 @@ impl Run<'_> {
                 Watched::Pending(index) => self.welcome(index)?,
                 Watched::Want(index) => self.send_want(index)?,
                 Watched::Link(peer) => self.attend(peer)?,
+                Watched::Lane(peer, Direction::Send) => self.open_lane(peer)?,
+                // The next round moves what has come.
+                Watched::Lane(_, Direction::Receive) => {}
             }
         }
         Ok(())
@@ -75,6 +85,10 @@ impl Run<'_> {
                 fds.push(PollFd::new(stream, interest));
                 watched.push(Watched::Link(peer));
             }
+        }
+        for (peer, direction, stream, interest) in mesh.messages.interests() {
+            fds.push(PollFd::new(stream, interest));
+            watched.push(Watched::Lane(peer, direction));
         }
         for (index, pending) in mesh.pending.iter().enumerate() {
             fds.push(PollFd::new(&pending.stream, readable));
@@ -106,7 +120,9 @@ impl Run<'_> {
         match self.mesh.greet(index) {
             Greeted::Told(error) => Err(Failure::Told(error)),
             // An operation that this rank is not yet in, or not any more, says nothing about this one.
-            Greeted::Wanted(call) if call.op_index == self.call.op_index => Ok(self.compare(&call)?),
+            Greeted::Wanted(call) if !self.is_between && call.op_index == self.call.op_index => {
+                Ok(self.compare(&call)?)
+            }
             Greeted::Wanted(_) | Greeted::Joined | Greeted::Waiting | Greeted::Dropped => Ok(()),
         }
     }
@@ -147,9 +163,9 @@ impl Run<'_> {
 
     /// Return a rank that the present step waits for.
     fn awaited(&self) -> Rank {
-        let recv = open(self.step.recvs, &self.mesh.recvs).next();
-        let send = open(self.step.sends, &self.mesh.sends).next();
-        recv.or(send).map_or(self.call.rank, |transfer| transfer.peer)
+        let recv = open(self.step.recvs, &self.mesh.recvs).next().map(|recv| recv.peer);
+        let send = open(self.step.sends, &self.mesh.sends).next().map(|send| send.peer);
+        recv.or(send).or(self.mesh.messages.awaited()).unwrap_or(self.call.rank)
     }
 }
 

@@ -33,6 +33,7 @@ pub use select::HostSelection;
 pub use verify::{Violation, verify};
 
 use crate::topo::{Fabric, HostId, LinkId, SwitchId};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use sumac_hal::ids::Rank;
 
@@ -195,7 +196,7 @@ pub enum PlanError {
 }
 
 /// A child of a node: another node of the plan, or a rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Child {
     /// The node with this index in [`Plan::nodes`].
     Node(usize),

@@ -11,6 +11,7 @@ mod queue;
 
 use board::Console;
 use core::fmt::{self, Write};
+use core::num::NonZeroU32;
 use queue::{DEPTH, MAX_PACKET_LEN_BYTES, QueuePort};
 use sumac_device::{Memory, Node, NodeConfig, runtime};
 use sumac_hal::ctrl::{GroupConfig, Order, Refusal, Request, Response, TreeConfig};
@@ -24,6 +25,7 @@ use sumac_hal::uplink::HopTimers;
 use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, Repr, payload_crc};
 
 const CHILDREN: u16 = 2;
+const RANKS: NonZeroU32 = NonZeroU32::new(CHILDREN as u32).unwrap();
 const SLOTS: u16 = 4;
 const CHUNKS: u64 = 3 * SLOTS as u64;
 const ELEMENTS: usize = 64;
@@ -121,6 +123,7 @@ fn admit(node: &mut Node<'_>) -> Result<(), Failure> {
         window_max: SLOTS / 2,
         slots: SLOTS,
         chunk_len_bytes: CHUNK_LEN_BYTES as u16,
+        ranks: RANKS,
         lease_ms: 1_000,
         timers: HopTimers::DEFAULT.into(),
     };

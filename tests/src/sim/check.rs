@@ -2,13 +2,13 @@
 //! other, queues against their limits.
 
 use super::cluster::{A_LEASE_AT_LEAST, Cluster};
+use super::memory::{OpMemory, chunks, results};
 use super::report::Violation;
 use super::scenario::Scenario;
-use super::setup::{Member, element, input_of};
-use crate::oracle::expected;
+use super::setup::Member;
 use sumac::endpoint::EndpointError;
 use sumac_hal::ctrl::Counters;
-use sumac_hal::op::{Collective, OpDesc};
+use sumac_hal::op::OpDesc;
 
 impl Cluster<'_, '_> {
     pub(super) fn check(&mut self) -> Result<(), Violation> {
@@ -71,51 +71,24 @@ impl Cluster<'_, '_> {
     /// Compare an operation at every rank with the oracle: completed ones whole, others chunk by chunk.
     fn check_op(&self, group: usize, op: usize) -> Result<(), Violation> {
         let options = self.options;
-        let common = options.groups[group].ops[op];
+        let desc = options.groups[group].ops[op];
         let differs =
             matches!(&options.scenario, Scenario::Mismatch { group: g, op: at, .. } if (*g, *at) == (group, op));
-        let result: Vec<Vec<u8>> = match (common.dtype, common.op) {
-            (Some(dtype), Some(reduce)) if !differs => (0..common.count)
-                .map(|i| {
-                    let inputs = |rank| element(options, group, rank, op, i);
-                    expected(&options.trees[options.tree(group)], options.order(group), dtype, reduce, &inputs)
-                })
-                .collect(),
-            _ => Vec::new(),
-        };
+        let chunks = chunks(&desc, options.ranks, options.chunk_len_bytes);
+        // Where calls differ nobody has a result, and nothing is touched.
+        let results = if differs { Vec::new() } else { results(options, group, op) };
         for (rank, members) in self.members.iter().enumerate() {
             let member = &members[group];
-            let found = &member.memory.buffers[op];
-            if differs {
-                // Nobody has a result: the input is untouched.
-                if *found != input_of(options, group, rank, op) {
-                    return Err(Violation::Torn { group, rank, op, chunk: 0 });
+            let found = &member.memory.ops[op];
+            let before = OpMemory::before(options, group, rank, op);
+            let after = before.after(&desc, options.ranks, rank, &results);
+            let is_done = (op as u64) < member.done;
+            if is_done || differs {
+                if let Some((byte, [found, expected])) = found.first_difference(&after) {
+                    return Err(Violation::Wrong { group, rank, op, byte, found, expected });
                 }
-            } else if (op as u64) < member.done {
-                let size = common.dtype.map_or(1, |dtype| dtype.size_bytes());
-                let wrong = found.chunks(size).zip(&result).position(|(found, expected)| found != expected);
-                if let Some(element) = wrong {
-                    let (found, expected) = (found[element * size..][..size].to_vec(), result[element].clone());
-                    return Err(Violation::Wrong { group, rank, op, element, found, expected });
-                }
-            } else {
-                self.check_partly(group, rank, op, &result.concat())?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Each chunk of an operation that did not complete is wholly old or wholly new.
-    fn check_partly(&self, group: usize, rank: usize, op: usize, result: &[u8]) -> Result<(), Violation> {
-        let desc = self.options.groups[group].ops[op];
-        let Some(dtype) = desc.dtype else { return Ok(()) };
-        let chunk = chunk_elements(&desc, self.options.chunk_len_bytes) as usize * dtype.size_bytes();
-        let before = input_of(self.options, group, rank, op);
-        let found = &self.members[rank][group].memory.buffers[op];
-        let chunks = found.chunks(chunk).zip(before.chunks(chunk)).zip(result.chunks(chunk));
-        for (index, ((found, before), after)) in chunks.enumerate() {
-            if found != before && found != after {
-                return Err(Violation::Torn { group, rank, op, chunk: index });
+            } else if let Some(chunk) = found.torn_chunk(&before, &after, &desc, &chunks) {
+                return Err(Violation::Torn { group, rank, op, chunk });
             }
         }
         Ok(())
@@ -176,7 +149,9 @@ impl Cluster<'_, '_> {
         self.devices.iter().flat_map(|device| &device.shards).for_each(|node| counters.merge(node.counters()));
         let (mut completed, mut contributions) = (0, 0);
         for (group, described) in self.options.groups.iter().enumerate() {
-            let chunks: u64 = described.ops.iter().map(|op| count_chunks(op, self.options.chunk_len_bytes)).sum();
+            let (ranks, chunk_len) = (self.options.ranks, self.options.chunk_len_bytes);
+            // An operation without elements is one chunk.
+            let chunks = described.ops.iter().map(|op| chunks(op, ranks, chunk_len).len().max(1) as u64).sum::<u64>();
             let nodes = &self.wirings[described.tree].nodes;
             completed += chunks * nodes.len() as u64;
             contributions += chunks * nodes.iter().map(|node| u64::from(node.children)).sum::<u64>();
@@ -209,19 +184,6 @@ impl Cluster<'_, '_> {
 
 fn equal(what: &'static str, found: u64, expected: u64) -> Result<(), Violation> {
     if found == expected { Ok(()) } else { Err(Violation::Conservation { what, found, expected }) }
-}
-
-/// How many elements a chunk holds, as PROTOCOL 1 has it: as many as their partial results fit.
-fn chunk_elements(desc: &OpDesc, chunk_len_bytes: u16) -> u64 {
-    let size = desc.dtype.map_or(1, |dtype| dtype.accumulator().size_bytes());
-    u64::from(chunk_len_bytes) / size as u64
-}
-
-fn count_chunks(desc: &OpDesc, chunk_len_bytes: u16) -> u64 {
-    match desc.collective {
-        Collective::Barrier => 1,
-        _ => desc.count.div_ceil(chunk_elements(desc, chunk_len_bytes)).max(1),
-    }
 }
 
 /// Up and down, each perhaps doubled, and once more as asked for by a probe.

@@ -11,6 +11,7 @@ mod attack;
 mod check;
 mod cluster;
 mod incident;
+mod memory;
 mod options;
 mod report;
 mod scenario;

@@ -5,7 +5,9 @@ use crate::oracle::{Shape, weight};
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
 use sumac_hal::emu::{LinkConfig, RandomFaults};
+use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
+use sumac_hal::reduce::Kernel;
 
 /// Draws of one seed, in a fixed order.
 #[derive(Debug, Clone)]
@@ -157,7 +159,7 @@ impl Options {
             .map(|_| GroupOptions {
                 tree: draw.below(trees.len() as u64) as usize,
                 order: draw.one_of(&[Order::Arrival, Order::TreeFold, Order::TreePairwise]),
-                ops: draw_ops(&mut draw, chunk_len_bytes, most_chunks),
+                ops: draw_ops(&mut draw, ranks, chunk_len_bytes, most_chunks),
             })
             .collect();
         let (faults, skew_max) = draw_faults(&mut draw);
@@ -182,7 +184,7 @@ impl Options {
             skew_max,
             scenario: Scenario::Calm,
         };
-        options.scenario = Scenario::draw(kind, &mut draw, &mut options);
+        options.scenario = Scenario::draw(kind, &mut draw, &options);
         options
     }
 
@@ -238,21 +240,35 @@ fn draw_shape(draw: &mut Draw, ranks: usize, levels: u64, next: &mut usize) -> S
     Shape::Node(children)
 }
 
-fn draw_ops(draw: &mut Draw, chunk_len_bytes: u16, most_chunks: u64) -> Vec<OpDesc> {
+fn draw_ops(draw: &mut Draw, ranks: usize, chunk_len_bytes: u16, most_chunks: u64) -> Vec<OpDesc> {
     let count = 1 + draw.below(6);
     (0..count)
         .map(|_| {
             if draw.chance(200) {
                 return OpDesc::barrier();
             }
-            let dtype = draw.one_of(Dtype::ALL);
-            let chunk = u64::from(chunk_len_bytes) / dtype.accumulator().size_bytes() as u64;
+            let desc = draw_op(draw, ranks);
+            let chunk = u64::from(chunk_len_bytes) / desc.partial_bytes() as u64;
             let most = chunk * most_chunks;
             let count = draw.one_of(&[0, 1, 2, chunk - 1, chunk, chunk + 1, 2 * chunk, most]);
             let count = if draw.chance(500) { count } else { draw.below(most) };
-            OpDesc::all_reduce(dtype, draw.one_of(ReduceOp::ALL), count)
+            OpDesc { count, ..desc }
         })
         .collect()
+}
+
+/// A collective of no elements yet, with a type and, where it combines, an operator that go together.
+pub(super) fn draw_op(draw: &mut Draw, ranks: usize) -> OpDesc {
+    let dtype = draw.one_of(Dtype::ALL);
+    let ops: Vec<ReduceOp> = ReduceOp::ALL.iter().copied().filter(|&op| Kernel::new(dtype, op).is_some()).collect();
+    let (op, root) = (draw.one_of(&ops), Rank(draw.below(ranks as u64) as u32));
+    match draw.below(8) {
+        0 => OpDesc::reduce(dtype, op, root, 0),
+        1 => OpDesc::broadcast(dtype, root, 0),
+        2 => OpDesc::reduce_scatter(dtype, op, 0),
+        3 => OpDesc::all_gather(dtype, 0),
+        _ => OpDesc::all_reduce(dtype, op, 0),
+    }
 }
 
 /// Swarm testing (Groce et al. 2012): whole kinds of fault are off at random, so that rare mixes appear.

@@ -10,7 +10,7 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum Violation {
     /// A rank has another result than the oracle.
-    #[error("group {group} rank {rank} operation {op}: element {element} is {found:02x?}, expected {expected:02x?}")]
+    #[error("group {group} rank {rank} operation {op}: byte {byte} is {found:#04x}, expected {expected:#04x}")]
     Wrong {
         /// The group's index.
         group: usize,
@@ -18,12 +18,12 @@ pub enum Violation {
         rank: usize,
         /// The operation's index.
         op: usize,
-        /// The first wrong element.
-        element: usize,
-        /// Its bytes.
-        found: Vec<u8>,
+        /// The first wrong byte, of the output or, if that is as it should be, of the input.
+        byte: usize,
+        /// What it is.
+        found: u8,
         /// The oracle's.
-        expected: Vec<u8>,
+        expected: u8,
     },
     /// A chunk of an operation that failed is neither as it was nor a whole result.
     #[error("group {group} rank {rank} operation {op}: chunk {chunk} is torn")]

@@ -1,8 +1,10 @@
 //! What happens to a cluster besides faulty links, and what each rank has to be told then.
 
-use super::options::{Draw, Options};
+use super::options::{Draw, Options, draw_op};
 use std::time::Duration;
-use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
+use sumac_hal::ids::Rank;
+use sumac_hal::op::{Collective, Dtype, OpDesc, ReduceOp};
+use sumac_hal::reduce::Kernel;
 
 /// The kinds of scenario.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,7 +56,7 @@ pub enum Scenario {
 }
 
 impl Scenario {
-    pub(super) fn draw(kind: ScenarioKind, draw: &mut Draw, options: &mut Options) -> Self {
+    pub(super) fn draw(kind: ScenarioKind, draw: &mut Draw, options: &Options) -> Self {
         let devices = options.trees.iter().map(super::wiring::count_nodes).max().unwrap_or(1) as u64;
         // Most runs take less than a hundred round trips; a moment among those is likely to hit something.
         let moment = |draw: &mut Draw| {
@@ -78,40 +80,41 @@ impl Scenario {
 }
 
 /// Give one rank, or two, another call than the rest; with the same number of chunks, with more and with fewer.
-fn draw_mismatch(draw: &mut Draw, options: &mut Options) -> Scenario {
+fn draw_mismatch(draw: &mut Draw, options: &Options) -> Scenario {
     let group = draw.below(options.groups.len() as u64) as usize;
-    let ops = &mut options.groups[group].ops;
+    let ops = &options.groups[group].ops;
     let op = draw.below(ops.len() as u64) as usize;
-    if ops[op].dtype.is_some() {
-        // Without elements it would use no chunk, and nobody could notice that it differs.
-        ops[op].count = ops[op].count.max(1);
-    }
     let common = ops[op];
     let mut calls = Vec::new();
     for _ in 0..1 + draw.below(2) {
         let rank = draw.below(options.ranks as u64) as usize;
         if calls.iter().all(|(other, _)| *other != rank) && calls.len() + 1 < options.ranks {
-            calls.push((rank, other_call(draw, &common)));
+            calls.push((rank, other_call(draw, options.ranks, &common)));
         }
     }
     Scenario::Mismatch { group, op, calls }
 }
 
-fn other_call(draw: &mut Draw, common: &OpDesc) -> OpDesc {
-    let (Some(dtype), Some(reduce)) = (common.dtype, common.op) else {
-        return OpDesc::all_reduce(draw.one_of(Dtype::ALL), draw.one_of(ReduceOp::ALL), 1 + draw.below(300));
+fn other_call(draw: &mut Draw, ranks: usize, common: &OpDesc) -> OpDesc {
+    let other_root = Rank((common.root.0 + 1) % ranks as u32);
+    let Some(dtype) = common.dtype else {
+        return OpDesc { count: draw.below(300), ..draw_op(draw, ranks) };
     };
-    let count = common.count.max(1);
-    match draw.below(4) {
+    let count = common.count;
+    let fits = |dtype, op: Option<ReduceOp>| op.is_none_or(|op| Kernel::new(dtype, op).is_some());
+    match draw.below(6) {
         0 => OpDesc::barrier(),
         1 => {
-            let others: Vec<Dtype> = Dtype::ALL.iter().copied().filter(|&other| other != dtype).collect();
-            OpDesc::all_reduce(draw.one_of(&others), reduce, count)
+            let others = Dtype::ALL.iter().copied().filter(|&other| other != dtype && fits(other, common.op));
+            OpDesc { dtype: Some(draw.one_of(&others.collect::<Vec<_>>())), ..*common }
         }
-        2 => {
-            let others: Vec<ReduceOp> = ReduceOp::ALL.iter().copied().filter(|&other| other != reduce).collect();
-            OpDesc::all_reduce(dtype, draw.one_of(&others), count)
+        2 if common.op.is_some() => {
+            let others = ReduceOp::ALL.iter().copied().map(Some).filter(|&op| op != common.op && fits(dtype, op));
+            OpDesc { op: draw.one_of(&others.collect::<Vec<_>>()), ..*common }
         }
-        _ => OpDesc::all_reduce(dtype, reduce, if draw.chance(500) { count + 1 } else { count * 2 + draw.below(200) }),
+        3 if common.collective.is_rooted() => OpDesc { root: other_root, ..*common },
+        4 if common.collective != Collective::Broadcast => OpDesc::broadcast(dtype, other_root, count),
+        4 => OpDesc::all_gather(dtype, count),
+        _ => OpDesc { count: if draw.chance(500) { count + 1 } else { count * 2 + 1 + draw.below(200) }, ..*common },
     }
 }

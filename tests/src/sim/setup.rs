@@ -1,34 +1,19 @@
 //! Devices and ranks of a run before it begins, and the moments at which ranks call.
 
 use super::cluster::Posts;
+use super::memory::{Memory, OpMemory};
 use super::options::{Draw, Options};
 use super::report::Violation;
 use super::wiring::{Wiring, slots_per_shard};
-use crate::oracle::input;
+use crate::oracle::{input, weight};
 use std::collections::BTreeMap;
 use std::time::Duration;
-use sumac::endpoint::{Buffers, Endpoint, EndpointError, OpId};
+use sumac::endpoint::{Endpoint, EndpointError};
 use sumac_device::{Child, Group, Node, NodeConfig, Slot, Storage};
 use sumac_hal::ctrl::{Order, Request, Response, TreeConfig};
 use sumac_hal::ids::{BootId, Epoch};
-use sumac_hal::op::ReduceOp;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
-
-/// A rank's buffers in one group, by operation.
-pub(super) struct Memory {
-    pub(super) buffers: Vec<Vec<u8>>,
-}
-
-impl Buffers for Memory {
-    fn input(&self, op: OpId) -> &[u8] {
-        &self.buffers[op.0 as usize]
-    }
-
-    fn output(&mut self, op: OpId) -> &mut [u8] {
-        &mut self.buffers[op.0 as usize]
-    }
-}
 
 /// A rank in a group.
 pub(super) struct Member {
@@ -44,24 +29,23 @@ impl Member {
         let ops = 0..options.groups[group].ops.len();
         Self {
             endpoint: Endpoint::new(wiring.endpoint(options, rank, group, epoch)),
-            memory: Memory { buffers: ops.map(|op| input_of(options, group, rank, op)).collect() },
+            memory: Memory { ops: ops.map(|op| OpMemory::before(options, group, rank, op)).collect() },
             done: 0,
             error: None,
         }
     }
 }
 
-/// Return what `rank` puts into operation `op`.
-pub(super) fn input_of(options: &Options, group: usize, rank: usize, op: usize) -> Vec<u8> {
-    (0..options.call(group, rank, op).count).flat_map(|i| element(options, group, rank, op, i)).collect()
-}
-
-/// Return one element of it.
+/// Return one element of what `rank` puts into operation `op`.
 pub(super) fn element(options: &Options, group: usize, rank: usize, op: usize, i: u64) -> Vec<u8> {
     let desc = options.call(group, rank, op);
     let dtype = desc.dtype.expect("only operations with elements are asked");
-    let exact = options.order(group) == Order::Arrival && desc.op == Some(ReduceOp::Sum);
-    input(dtype, exact, &[options.seed, group as u64, rank as u64, op as u64, i])
+    let coordinates = [options.seed, group as u64, rank as u64, op as u64, i];
+    match desc.op {
+        Some(reduce) => input(dtype, reduce, options.order(group) == Order::Arrival, &coordinates),
+        // What is only moved may be any bits.
+        None => weight(&coordinates).to_le_bytes()[..dtype.size_bytes()].to_vec(),
+    }
 }
 
 /// The memory of one shard of a device.

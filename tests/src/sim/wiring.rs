@@ -4,9 +4,10 @@
 
 use super::options::{Draw, Options, Sharing};
 use crate::oracle::{Shape, weight};
+use std::num::NonZeroU32;
 use sumac::endpoint::EndpointConfig;
 use sumac_hal::ctrl::{GroupConfig, NodeParent, SharedLink, TreeConfig};
-use sumac_hal::ids::{ChildIndex, Epoch, GroupId, TreeId};
+use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::{MAX_SHARDS, Shard};
@@ -90,6 +91,7 @@ impl Wiring {
             window_max: options.window,
             slots: slots_per_shard(options),
             chunk_len_bytes: options.chunk_len_bytes,
+            ranks: NonZeroU32::new(options.ranks as u32).expect("a cluster has ranks"),
             lease_ms: LEASE_MS,
             timers: TIMERS.into(),
         }
@@ -111,6 +113,8 @@ impl Wiring {
         EndpointConfig {
             group: group_id(group),
             epoch,
+            rank: Rank(rank as u32),
+            ranks: options.ranks as u32,
             child: ChildIndex(child),
             key: secret(options, device).child_key(group_id(group), epoch, ChildIndex(child)),
             shared_key: options

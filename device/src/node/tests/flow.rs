@@ -162,3 +162,36 @@ fn tree_orders_keep_their_bits_whatever_arrives_first() {
         }
     }
 }
+
+/// The root divides once, by the ranks of the whole group: an inner node sends the sum.
+#[test]
+fn averages_are_divided_at_the_root() {
+    let average = |has_parent| {
+        let mut rig = Rig::new(Setup { has_parent, ..Setup::default() });
+        for (child, value) in [(0, 5.0), (1, 9.0)] {
+            let repr = Repr { op: Some(ReduceOp::Avg), ..rig.up(Kind::Data, child, 0) };
+            rig.put(child_addr(child), repr, &floats(&[value]));
+        }
+        rig.drain()[0].floats()
+    };
+    assert_eq!(average(true), [14.0]);
+    assert_eq!(average(false), [14.0 / RANKS.get() as f32]);
+}
+
+/// Elements of 16 bytes: half of one is no shape, and four fill a chunk of 64.
+#[test]
+fn pairs_are_counted_whole() {
+    let mut rig = Rig::new(Setup::default());
+    let pair = |value: f64, index: u64| [value.to_le_bytes(), index.to_le_bytes()].concat();
+    let put = |rig: &mut Rig, child, payload: &[u8]| {
+        let repr = Repr { dtype: Some(Dtype::F64), op: Some(ReduceOp::MinLoc), ..rig.up(Kind::Data, child, 0) };
+        rig.put(child_addr(child), repr, payload);
+    };
+    put(&mut rig, 0, &[0; 24]);
+    put(&mut rig, 0, &[0; 80]);
+    assert_eq!(rig.dropped(DropReason::BadShape), 2);
+    put(&mut rig, 0, &[pair(1.0, 8), pair(2.0, 8), pair(f64::NAN, 8), pair(-0.0, 8)].concat());
+    put(&mut rig, 1, &[pair(1.0, 7), pair(3.0, 7), pair(-1.0, 7), pair(0.0, 7)].concat());
+    let result = [pair(1.0, 7), pair(2.0, 8), pair(f64::NAN, 8), pair(-0.0, 8)].concat();
+    assert!(rig.drain().iter().all(|sent| sent.payload == result));
+}

@@ -9,12 +9,14 @@ mod flow;
 mod fuzz;
 mod loss;
 mod model;
+mod sets;
 mod shared;
 
 use super::{Node, NodeConfig};
 use crate::group::Child;
 use crate::memory::Storage;
 use crate::slot::{Slot, State};
+use core::num::NonZeroU32;
 use std::vec;
 use std::vec::Vec;
 use sumac_hal::ctrl::{DropReason, GroupConfig, NodeParent, Order, Request, Response, SharedLink, TreeConfig};
@@ -37,6 +39,8 @@ pub(super) const PARENT_SHARED: SharedLink = SharedLink { addr: Addr::Emu(7001),
 pub(super) const EPOCH: Epoch = Epoch { term: 1, counter: 3 };
 /// What all children call unless a test says otherwise.
 pub(super) const OP: OpDesc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 1000);
+/// What averages are divided by: not the number of any node's children.
+pub(super) const RANKS: NonZeroU32 = NonZeroU32::new(7).unwrap();
 pub(super) const LEASE_MS: u32 = 60_000;
 const SECRET: GroupSecret = GroupSecret([9; 16]);
 
@@ -137,6 +141,7 @@ pub(super) fn group_config(setup: &Setup, group: usize) -> GroupConfig {
         window_max: setup.window,
         slots: setup.slots,
         chunk_len_bytes: setup.chunk_len_bytes,
+        ranks: RANKS,
         lease_ms: LEASE_MS,
         timers: HopTimers::DEFAULT.into(),
     }

@@ -1,6 +1,10 @@
-//! The conversions of f16 and bf16: exhaustive where that is possible, against the oracle and the `half` crate.
+//! The conversions of the narrow floats: exhaustive where that is possible, against the oracle and, for f16 and bf16,
+//! the `half` crate. `tests/mldtypes` compares fp8 and bf16 with ml_dtypes.
 
-use super::super::narrow::{BF16_NAN, F16_NAN, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+use super::super::narrow::{
+    BF16_NAN, E4M3_NAN, E5M2_NAN, F16_NAN, bf16_to_f32, e4m3_to_f32, e5m2_to_f32, f16_to_f32, f32_to_bf16, f32_to_e4m3,
+    f32_to_e5m2, f32_to_f16,
+};
 use super::oracle;
 use crate::op::Dtype;
 use half::{bf16, f16};
@@ -75,6 +79,47 @@ fn rounding_agrees_with_half_all_over_f32() {
     for bits in (0..=u32::MAX).step_by(2053) {
         check_rounding(bits);
     }
+}
+
+#[test]
+fn every_8_bit_value_widens_exactly_and_rounds_back() {
+    for bits in 0..=u8::MAX {
+        for (dtype, nan, value) in
+            [(Dtype::E4m3, E4M3_NAN, e4m3_to_f32(bits)), (Dtype::E5m2, E5M2_NAN, e5m2_to_f32(bits))]
+        {
+            let back = if dtype == Dtype::E4m3 { f32_to_e4m3(value) } else { f32_to_e5m2(value) };
+            let right = f32::from_bits(oracle::widen(dtype, bits.into()) as u32);
+            if right.is_nan() {
+                assert!(value.is_nan() && back == nan, "{dtype} {bits:#04x}");
+            } else {
+                assert_eq!((value.to_bits(), back), (right.to_bits(), bits), "{dtype} {bits:#04x}");
+            }
+        }
+    }
+    // The corners by the specification's table.
+    assert_eq!(e4m3_to_f32(0x7e), 448.0);
+    assert_eq!(e4m3_to_f32(0x01), 1.0 / 512.0);
+    assert!(e4m3_to_f32(0xff).is_nan());
+    assert_eq!(e5m2_to_f32(0x7b), 57_344.0);
+    assert_eq!(e5m2_to_f32(0x01), 1.0 / 65_536.0);
+    assert_eq!(e5m2_to_f32(0xfc), f32::NEG_INFINITY);
+}
+
+/// As for 16 bits: the f32 half-way between an 8-bit value and the next, and its neighbours; beyond the greatest too.
+#[test]
+fn ties_of_8_bit_values_go_to_even_and_all_of_f32_to_the_nearest() {
+    let check = |bits: u32| {
+        let value = f32::from_bits(bits);
+        assert_eq!(u64::from(f32_to_e4m3(value)), oracle::round(Dtype::E4m3, bits.into()), "e4m3 of {bits:#010x}");
+        assert_eq!(u64::from(f32_to_e5m2(value)), oracle::round(Dtype::E5m2, bits.into()), "e5m2 of {bits:#010x}");
+    };
+    for value in (0..=u8::MAX).flat_map(|bits| [e4m3_to_f32(bits), e5m2_to_f32(bits)]).chain([464.0, 61_440.0]) {
+        let spacing = [16, 17, 18, 19, 20, 21, 22].map(|shift| value.to_bits().wrapping_add(1 << shift));
+        for near in spacing.into_iter().chain([value.to_bits()]) {
+            [near.wrapping_sub(1), near, near.wrapping_add(1)].into_iter().for_each(check);
+        }
+    }
+    (0..=u32::MAX).step_by(20_011).for_each(check);
 }
 
 #[test]

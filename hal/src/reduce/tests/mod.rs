@@ -2,10 +2,14 @@
 //! `half` crate too; and golden values worked out by hand.
 
 mod convert;
+mod laws;
+mod located;
 mod oracle;
+mod scale;
 mod values;
 
-use super::{Kernel, dispatch};
+use super::last::Times;
+use super::{Kernel, dispatch, modulo_2_64};
 use crate::op::{Dtype, ReduceOp};
 use oracle::Format;
 use proptest::prelude::*;
@@ -16,21 +20,44 @@ struct Version {
     name: &'static str,
     load: fn(&Kernel, &mut [u8], &[u8], bool),
     combine: fn(&Kernel, &mut [u8], &[u8], bool),
-    finish: fn(&Kernel, &mut [u8], usize) -> usize,
-    store: fn(&Kernel, &mut [u8], &[u8]),
+    finish: fn(&Kernel, &mut [u8], usize, u32) -> usize,
+    store: fn(&Kernel, &mut [u8], &[u8], u32),
+    scale: fn(&Kernel, &mut [u8], &[u8], f64),
 }
 
 macro_rules! version {
     ($name:literal, $($path:ident)::*) => {
         Version {
             name: $name,
-            load: |kernel, acc, src, partial| $($path)::*::load(kernel.source(partial), acc, src),
-            combine: |kernel, acc, src, partial| $($path)::*::combine(kernel.source(partial), kernel.op(), acc, src),
-            finish: |kernel, bytes, count| {
-                $($path)::*::finish(kernel.dtype(), bytes);
-                count * kernel.dtype().size_bytes()
+            load: |kernel, acc, src, partial| {
+                if kernel.source(partial) == kernel.accumulator() {
+                    acc.copy_from_slice(src);
+                }
+                $($path)::*::load(kernel.source(partial), acc, src);
             },
-            store: |kernel, dst, acc| $($path)::*::store(kernel.dtype(), dst, acc),
+            combine: |kernel, acc, src, partial| $($path)::*::combine(kernel.source(partial), kernel.op(), acc, src),
+            finish: |kernel, bytes, count, ranks| {
+                let len = count * kernel.element_bytes();
+                if len == bytes.len() {
+                    $($path)::*::finish(kernel.dtype(), kernel.op(), ranks, bytes);
+                } else {
+                    let acc = bytes.to_vec();
+                    $($path)::*::store(kernel.dtype(), kernel.op(), ranks, &mut bytes[..len], &acc);
+                }
+                len
+            },
+            store: |kernel, dst, acc, ranks| {
+                if dst.len() == acc.len() {
+                    dst.copy_from_slice(acc);
+                    $($path)::*::finish(kernel.dtype(), kernel.op(), ranks, dst);
+                } else {
+                    $($path)::*::store(kernel.dtype(), kernel.op(), ranks, dst, acc);
+                }
+            },
+            scale: |kernel, dst, src, scalar| {
+                let times = Times { float: scalar, integer: modulo_2_64(scalar).unwrap_or(0) };
+                $($path)::*::scale(kernel.dtype(), times, dst, src);
+            },
         }
     };
 }
@@ -45,15 +72,19 @@ const VERSIONS: &[Version] = &[
         combine: Kernel::combine,
         finish: Kernel::finish,
         store: Kernel::store,
+        scale: |kernel, dst, src, scalar| kernel.scale(dst, src, scalar).expect("a scalar of the type"),
     },
     #[cfg(feature = "std")]
     version!("without AVX-512", dispatch::avx2),
 ];
 
 fn kernels() -> impl Iterator<Item = Kernel> {
-    Dtype::ALL.iter().flat_map(|&dtype| {
-        ReduceOp::ALL.iter().map(move |&op| Kernel::new(dtype, op).expect("every pair is supported"))
-    })
+    Dtype::ALL.iter().flat_map(|&dtype| ReduceOp::ALL.iter().filter_map(move |&op| Kernel::new(dtype, op)))
+}
+
+/// Those whose elements are values; [`located`] has the others.
+fn plain_kernels() -> Vec<Kernel> {
+    kernels().filter(|kernel| !kernel.op().is_located()).collect()
 }
 
 /// The type of a contribution's elements, by PROTOCOL 9.
@@ -61,13 +92,16 @@ fn source(kernel: Kernel, partial: bool) -> Dtype {
     if partial { kernel.dtype().accumulator() } else { kernel.dtype() }
 }
 
-/// The one way to look at bits: a NaN is a NaN until it is rounded.
-fn canonical(dtype: Dtype, bits: u64) -> u64 {
-    Format::of(dtype).filter(|format| format.is_nan(bits)).map_or(bits, Format::nan)
+/// The one way to look at an accumulator's bits: a NaN is a NaN until it is rounded, and what is not 0 is true.
+fn canonical(kernel: Kernel, bits: u64) -> u64 {
+    if matches!(kernel.op(), ReduceOp::Land | ReduceOp::Lor | ReduceOp::Lxor) {
+        return u64::from(bits != 0);
+    }
+    Format::of(kernel.accumulator()).filter(|format| format.is_nan(bits)).map_or(bits, Format::nan)
 }
 
-/// Reduce the contributions element by element with the oracle; return accumulators and rounded elements.
-fn expected(kernel: Kernel, contributions: &[(Vec<u64>, bool)]) -> (Vec<u64>, Vec<u64>) {
+/// Reduce the contributions element by element with the oracle; return accumulators and results.
+fn expected(kernel: Kernel, contributions: &[(Vec<u64>, bool)], ranks: u32) -> (Vec<u64>, Vec<u64>) {
     let acc = kernel.accumulator();
     let widened = |(values, partial): &(Vec<u64>, bool)| -> Vec<u64> {
         values.iter().map(|&bits| oracle::widen(source(kernel, *partial), bits)).collect()
@@ -78,14 +112,14 @@ fn expected(kernel: Kernel, contributions: &[(Vec<u64>, bool)]) -> (Vec<u64>, Ve
             *sum = oracle::apply(acc, kernel.op(), *sum, value);
         }
     }
-    let rounded = sums.iter().map(|&bits| oracle::round(kernel.dtype(), bits)).collect();
-    (sums, rounded)
+    let results = sums.iter().map(|&bits| oracle::finish(kernel.dtype(), kernel.op(), ranks, bits)).collect();
+    (sums.into_iter().map(|bits| canonical(kernel, bits)).collect(), results)
 }
 
 /// Reduce the contributions with each version, at the given offsets from an aligned address, and compare.
-fn check(kernel: Kernel, contributions: &[(Vec<u64>, bool)], acc_offset: usize, src_offset: usize) {
+fn check(kernel: Kernel, contributions: &[(Vec<u64>, bool)], ranks: u32, acc_offset: usize, src_offset: usize) {
     const GUARD: u8 = 0xa5;
-    let (sums, rounded) = expected(kernel, contributions);
+    let (sums, results) = expected(kernel, contributions, ranks);
     let acc_len = sums.len() * kernel.accumulator().size_bytes();
     for version in VERSIONS {
         let what = format!("{} {} {} x {}", version.name, kernel.dtype(), kernel.op(), sums.len());
@@ -99,15 +133,15 @@ fn check(kernel: Kernel, contributions: &[(Vec<u64>, bool)], acc_offset: usize, 
             step(&kernel, acc, &src[src_offset..], *partial);
         }
         let got = values_of(kernel.accumulator(), acc);
-        let got: Vec<u64> = got.into_iter().map(|bits| canonical(kernel.accumulator(), bits)).collect();
+        let got: Vec<u64> = got.into_iter().map(|bits| canonical(kernel, bits)).collect();
         assert_eq!(got, sums, "accumulators: {what}");
 
         let result_len = sums.len() * kernel.dtype().size_bytes();
         let mut stored = vec![GUARD; src_offset + result_len];
-        (version.store)(&kernel, &mut stored[src_offset..], acc);
-        assert_eq!(values_of(kernel.dtype(), &stored[src_offset..]), rounded, "stored: {what}");
-        assert_eq!((version.finish)(&kernel, acc, sums.len()), result_len);
-        assert_eq!(values_of(kernel.dtype(), &acc[..result_len]), rounded, "finished: {what}");
+        (version.store)(&kernel, &mut stored[src_offset..], acc, ranks);
+        assert_eq!(values_of(kernel.dtype(), &stored[src_offset..]), results, "stored: {what}");
+        assert_eq!((version.finish)(&kernel, acc, sums.len(), ranks), result_len);
+        assert_eq!(values_of(kernel.dtype(), &acc[..result_len]), results, "finished: {what}");
         assert!(head.iter().chain(&*tail).all(|&byte| byte == GUARD), "wrote outside of the accumulators: {what}");
     }
 }
@@ -115,28 +149,28 @@ fn check(kernel: Kernel, contributions: &[(Vec<u64>, bool)], acc_offset: usize, 
 /// Every special value with every other, as elements and as partials, in both orders.
 #[test]
 fn special_values_meet_each_other() {
-    for kernel in kernels() {
+    for (kernel, ranks) in plain_kernels().into_iter().zip([2, 3, 7, 1, 640_000].into_iter().cycle()) {
         for partial in [false, true] {
             let all = specials(source(kernel, partial));
             let (a, b): (Vec<u64>, Vec<u64>) = all.iter().flat_map(|&a| all.iter().map(move |&b| (a, b))).unzip();
             let forwards = [(a.clone(), partial), (b.clone(), partial)];
             let backwards = [(b, partial), (a, partial)];
-            assert_eq!(expected(kernel, &forwards), expected(kernel, &backwards), "the oracle commutes");
-            check(kernel, &forwards, 0, 0);
-            check(kernel, &backwards, 0, 0);
+            assert_eq!(expected(kernel, &forwards, ranks), expected(kernel, &backwards, ranks), "the oracle commutes");
+            check(kernel, &forwards, ranks, 0, 0);
+            check(kernel, &backwards, ranks, 0, 0);
         }
     }
 }
 
 /// Whole vectors, what is left behind them, and addresses that no vector is aligned to.
 #[test]
-fn every_length_at_odd_addresses() {
+fn every_remainder_at_odd_addresses() {
     let mut state = 1;
-    for kernel in kernels() {
-        for len in 0..=130 {
+    for kernel in plain_kernels() {
+        for len in (0..=17).chain(30..=34).chain(62..=67).chain(126..=131).chain([255, 511, 513]) {
             let contributions =
                 [false, true, false].map(|partial| (draw(&mut state, source(kernel, partial), len), partial));
-            check(kernel, &contributions, len % 7, (len + 3) % 5);
+            check(kernel, &contributions, 3, len % 7, (len + 3) % 5);
         }
     }
 }
@@ -146,31 +180,34 @@ proptest! {
     #[test]
     fn random_reductions(
         seed: u64,
-        which in 0..Dtype::ALL.len() * ReduceOp::ALL.len(),
+        kernel in prop::sample::select(plain_kernels()),
         len in 0_usize..3000,
         partials in prop::collection::vec(any::<bool>(), 1..6),
+        ranks in prop_oneof![1_u32..300, Just(65_535), Just(65_536), Just(1 << 17), 1_u32..1 << 31],
         acc_offset in 0_usize..64,
         src_offset in 0_usize..64,
     ) {
-        let kernel = kernels().nth(which).expect("in range");
         let mut state = seed;
         let contributions: Vec<_> =
             partials.iter().map(|&partial| (draw(&mut state, source(kernel, partial), len), partial)).collect();
-        check(kernel, &contributions, acc_offset, src_offset);
+        // f32 averages divide by the nearest f32 to the number of ranks: the number itself, up to 2^24.
+        let ranks = if kernel.accumulator() == Dtype::F32 { ranks as f32 as u32 } else { ranks };
+        check(kernel, &contributions, ranks, acc_offset, src_offset);
     }
 }
 
 /// Reduce contributions of one element each, in place and out of place; return the bits.
 fn reduce(dtype: Dtype, op: ReduceOp, contributions: &[u64]) -> u64 {
-    let kernel = Kernel::new(dtype, op).expect("every pair is supported");
+    let kernel = Kernel::new(dtype, op).expect("the two go together");
+    let ranks = contributions.len() as u32;
     let mut acc = vec![0xff; kernel.accumulator().size_bytes()];
     for (i, &bits) in contributions.iter().enumerate() {
         let step = if i == 0 { Kernel::load } else { Kernel::combine };
         step(&kernel, &mut acc, &bytes_of(dtype, &[bits]), false);
     }
     let mut stored = vec![0xff; dtype.size_bytes()];
-    kernel.store(&mut stored, &acc);
-    assert_eq!(kernel.finish(&mut acc, 1), stored.len());
+    kernel.store(&mut stored, &acc, ranks);
+    assert_eq!(kernel.finish(&mut acc, 1, ranks), stored.len());
     assert_eq!(acc[..stored.len()], stored);
     values_of(dtype, &stored)[0]
 }
@@ -195,6 +232,68 @@ fn golden_sums() {
     assert_eq!(sum(Dtype::F16, &[0x7bff, 0x7bff, 0xfbff]), 0x7bff, "no overflow on the way");
     assert_eq!(sum(Dtype::F16, &[0xfc01]), 0x7e00, "a lone negative signalling NaN");
     assert_eq!(sum(Dtype::Bf16, &[0xff81]), 0x7fc0, "a lone negative signalling NaN");
+    assert_eq!(sum(Dtype::I8, &[0x7f, 1]), 0x80, "wraps in its own type");
+    assert_eq!(sum(Dtype::U16, &[0xffff, 2]), 1, "wraps in its own type");
+    assert_eq!(sum(Dtype::E4m3, &[0x7e, 0x58]), 0x7e, "448 + 16 is a tie, and goes to even");
+    assert_eq!(sum(Dtype::E4m3, &[0x7e, 0x59]), 0x7f, "448 + 18 is beyond the range: NaN");
+    assert_eq!(sum(Dtype::E4m3, &[0xfe, 0xfe]), 0x7f, "-448 - 448: NaN, whose sign is lost");
+    assert_eq!(sum(Dtype::E4m3, &[0x7e, 0x7e, 0xfe]), 0x7e, "no overflow on the way");
+    assert_eq!(sum(Dtype::E4m3, &[0x01, 0x07]), 0x08, "2^-9 + 7 x 2^-9: from subnormal to normal");
+    assert_eq!(sum(Dtype::E5m2, &[0x7b, 0x6b]), 0x7b, "57344 + 3584 stays finite");
+    assert_eq!(sum(Dtype::E5m2, &[0x7b, 0x6c]), 0x7c, "57344 + 4096 is a tie, and even is infinity");
+    assert_eq!(sum(Dtype::E5m2, &[0x7c, 0xfc]), 0x7e, "inf - inf");
+}
+
+#[test]
+fn golden_averages() {
+    let average = |dtype, contributions: &[u64]| reduce(dtype, ReduceOp::Avg, contributions);
+    assert_eq!(average(Dtype::I32, &[7, 0]), 3, "truncated");
+    assert_eq!(average(Dtype::I32, &[-7_i32 as u32 as u64, 0]), -3_i32 as u32 as u64, "towards zero");
+    assert_eq!(average(Dtype::I8, &[0x7f, 1]), 0xc0, "127 + 1 wraps to -128, of which half is -64");
+    assert_eq!(average(Dtype::U8, &[0xff, 1]), 0, "255 + 1 wraps to 0");
+    assert_eq!(average(Dtype::F32, &[0x3f80_0000, 0x4000_0000, 0x4000_0000]), 0x3fd5_5555, "5/3");
+    assert_eq!(average(Dtype::Bf16, &[0x3f80, 0x3f80]), 0x3f80, "(1 + 1) / 2");
+    assert_eq!(average(Dtype::F16, &[0x7bff, 0x7bff]), 0x7bff, "the sum is beyond f16, the average is not");
+    assert_eq!(average(Dtype::E4m3, &[0x7e, 0x7e, 0x7e]), 0x7e, "448");
+}
+
+#[test]
+fn golden_products() {
+    let product = |dtype, contributions: &[u64]| reduce(dtype, ReduceOp::Prod, contributions);
+    assert_eq!(product(Dtype::I8, &[0x80, 0xff]), 0x80, "-128 x -1 wraps");
+    assert_eq!(product(Dtype::U64, &[u64::MAX, u64::MAX]), 1, "-1 x -1 modulo 2^64");
+    assert_eq!(product(Dtype::F32, &[0x8000_0000, 0x3f80_0000]), 0x8000_0000, "-0 x 1");
+    assert_eq!(product(Dtype::F32, &[0x7f80_0000, 0]), 0x7fc0_0000, "inf x 0");
+    assert_eq!(product(Dtype::F16, &[0x5c00, 0x5c00, 0x1400]), 0x5400, "256 x 256 x 2^-10 = 64, by way of 65,536");
+    assert_eq!(product(Dtype::E4m3, &[0x58, 0x58, 0x30]), 0x70, "16 x 16 x 0.5");
+}
+
+#[test]
+fn golden_truths() {
+    let one = |op, value| reduce(Dtype::I16, op, &[value]);
+    assert_eq!(one(ReduceOp::Land, 5), 1, "a lone contribution is a truth too");
+    assert_eq!(one(ReduceOp::Lor, 0x8000), 1);
+    assert_eq!(one(ReduceOp::Lxor, 0), 0);
+    assert_eq!(reduce(Dtype::U8, ReduceOp::Land, &[2, 1]), 1, "2 and 1 are both true, though 2 & 1 is 0");
+    assert_eq!(reduce(Dtype::U8, ReduceOp::Lxor, &[2, 1]), 0, "and so their exclusive or is false");
+    assert_eq!(reduce(Dtype::U8, ReduceOp::Lxor, &[2, 1, 4]), 1);
+    assert_eq!(reduce(Dtype::U8, ReduceOp::Band, &[6, 3]), 2);
+}
+
+#[test]
+fn pairs_that_do_not_go_together_have_a_reason() {
+    for &dtype in Dtype::ALL {
+        for &op in ReduceOp::ALL {
+            let why = Kernel::why_not(dtype, op);
+            assert_eq!(Kernel::new(dtype, op).is_none(), why.is_some(), "{dtype} {op}");
+            assert!(why.is_none_or(|why| why.contains("; ")), "what to do instead: {dtype} {op}");
+        }
+    }
+    assert_eq!(kernels().count(), 14 * 6 + 8 * 6 + 6 * 2);
+    assert_eq!(Kernel::new(Dtype::F32, ReduceOp::Band), None);
+    assert_eq!(Kernel::new(Dtype::Bf16, ReduceOp::Lor), None);
+    assert_eq!(Kernel::new(Dtype::U16, ReduceOp::MinLoc), None);
+    assert!(Kernel::new(Dtype::U32, ReduceOp::MinLoc).is_some());
 }
 
 #[test]
@@ -219,9 +318,9 @@ fn finish_leaves_what_lies_behind() {
     let behind = 0xffa0_0001_u32.to_le_bytes().repeat(4);
     for (dtype, result) in [(Dtype::F32, &[0, 0, 0x80, 0x3f, 0, 0, 0, 0x40][..]), (Dtype::Bf16, &[0x80, 0x3f, 0, 0x40])]
     {
-        let kernel = Kernel::new(dtype, ReduceOp::Sum).expect("every pair is supported");
+        let kernel = Kernel::new(dtype, ReduceOp::Sum).expect("supported");
         let mut bytes = [&1.0_f32.to_le_bytes(), &2.0_f32.to_le_bytes(), &behind[..]].concat();
-        assert_eq!(kernel.finish(&mut bytes, 2), result.len());
+        assert_eq!(kernel.finish(&mut bytes, 2, 1), result.len());
         assert_eq!(bytes[..result.len()], *result);
         assert_eq!(bytes[8..], behind);
     }
@@ -261,5 +360,32 @@ fn load_refuses_half_an_element() {
 #[should_panic(expected = "3 f64 accumulators do not fit 23 bytes")]
 fn finish_refuses_a_short_buffer() {
     let kernel = Kernel::new(Dtype::F64, ReduceOp::Max).expect("supported");
-    kernel.finish(&mut [0; 23], 3);
+    kernel.finish(&mut [0; 23], 3, 1);
+}
+
+/// Averages are multiplied by a reciprocal: every 16-bit integer by every small number of ranks, and quotients that
+/// are whole, or just not, of 32-bit ones.
+#[test]
+fn averages_of_integers_are_exact() {
+    let average = |dtype: Dtype, values: &[u64], ranks: u32| {
+        let kernel = Kernel::new(dtype, ReduceOp::Avg).expect("every type has averages");
+        let mut acc = bytes_of(dtype, values);
+        kernel.finish(&mut acc, values.len(), ranks);
+        let right: Vec<u64> = values.iter().map(|&bits| oracle::finish(dtype, ReduceOp::Avg, ranks, bits)).collect();
+        assert_eq!(values_of(dtype, &acc), right, "{dtype} / {ranks}");
+    };
+    let all: Vec<u64> = (0..=0xffff).collect();
+    for ranks in (1..40).chain([127, 255, 256, 257, 1000, 32_767, 32_768, 32_769, 65_535, 65_536, 131_071, 1 << 31]) {
+        average(Dtype::I16, &all, ranks);
+        average(Dtype::U16, &all, ranks);
+        let mut state = u64::from(ranks);
+        let near = |offset: i64| {
+            let quotients = (0..400).map(|_| values::next(&mut state) % (u64::from(u32::MAX) / u64::from(ranks) + 1));
+            quotients.map(|q| (q * u64::from(ranks)).wrapping_add_signed(offset) & 0xffff_ffff).collect::<Vec<_>>()
+        };
+        for values in [-1, 0, 1].map(near) {
+            average(Dtype::I32, &values, ranks);
+            average(Dtype::U32, &values, ranks);
+        }
+    }
 }

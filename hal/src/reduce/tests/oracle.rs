@@ -7,13 +7,15 @@
 
 use crate::op::{Dtype, ReduceOp};
 
-/// An IEEE 754 binary interchange format, or bfloat16.
+/// An IEEE 754 binary interchange format, bfloat16 or an OCP 8-bit format.
 #[derive(Clone, Copy)]
 pub(super) struct Format {
     /// Bits of the trailing significand field.
     pub(super) fraction_bits: u32,
     /// Bits of the exponent field.
     pub(super) exponent_bits: u32,
+    /// No infinities, and NaN only where all bits below the sign are set (E4M3).
+    is_finite: bool,
 }
 
 /// A number that is not a NaN.
@@ -30,19 +32,26 @@ impl Format {
             Dtype::Bf16 => (7, 8),
             Dtype::F32 => (23, 8),
             Dtype::F64 => (52, 11),
-            Dtype::I32 | Dtype::I64 => return None,
+            Dtype::E4m3 => (3, 4),
+            Dtype::E5m2 => (2, 5),
+            _ => return None,
         };
-        Some(Self { fraction_bits, exponent_bits })
+        Some(Self { fraction_bits, exponent_bits, is_finite: dtype == Dtype::E4m3 })
     }
 
-    /// Return the bits of +infinity: also the greatest magnitude that is no NaN.
+    /// Return an exponent field of all ones: +infinity, where there is one.
     pub(super) fn infinity(self) -> u64 {
         ((1 << self.exponent_bits) - 1) << self.fraction_bits
     }
 
+    /// Return the bits of the greatest magnitude that is no NaN.
+    pub(super) fn greatest(self) -> u64 {
+        if self.is_finite { self.sign() - 2 } else { self.infinity() }
+    }
+
     /// Return the bits of the canonical NaN: positive, quiet, no payload.
     pub(super) fn nan(self) -> u64 {
-        self.infinity() | 1 << (self.fraction_bits - 1)
+        if self.is_finite { self.sign() - 1 } else { self.infinity() | 1 << (self.fraction_bits - 1) }
     }
 
     /// Return the sign bit.
@@ -57,7 +66,7 @@ impl Format {
 
     /// Return whether the bits are a NaN, quiet or signalling.
     pub(super) fn is_nan(self, bits: u64) -> bool {
-        self.magnitude(bits) > self.infinity()
+        self.magnitude(bits) > self.greatest()
     }
 
     /// The exponent of the least subnormal number.
@@ -72,7 +81,7 @@ impl Format {
         if self.is_nan(bits) {
             return None;
         }
-        if magnitude == self.infinity() {
+        if magnitude == self.infinity() && !self.is_finite {
             return Some(Number::Infinite { negative });
         }
         let field = (magnitude >> self.fraction_bits) as i32;
@@ -84,9 +93,13 @@ impl Format {
 
     fn encode(self, number: Number) -> u64 {
         let (negative, magnitude) = match number {
-            Number::Infinite { negative } => (negative, self.infinity()),
+            Number::Infinite { negative } => (negative, u64::MAX),
             Number::Finite { negative, significand, exponent } => (negative, self.round(significand, exponent)),
         };
+        if magnitude > self.greatest() && self.is_finite {
+            return self.nan();
+        }
+        let magnitude = magnitude.min(self.greatest());
         if negative { self.sign() | magnitude } else { magnitude }
     }
 
@@ -111,7 +124,7 @@ impl Format {
         // A normal significand's leading bit adds 1 to the exponent field, and so does a carry out of it.
         let field = (unit - self.least_exponent()) as u128;
         let bits = (field << self.fraction_bits) + rounded;
-        bits.min(u128::from(self.infinity())) as u64
+        bits.min(u128::from(u64::MAX)) as u64
     }
 
     fn add(self, a: u64, b: u64) -> u64 {
@@ -123,6 +136,33 @@ impl Format {
                 Number::Finite { negative: n1, significand: s1, exponent: e1 },
                 Number::Finite { negative: n2, significand: s2, exponent: e2 },
             ) => self.encode(add_finite((n1, s1, e1), (n2, s2, e2))),
+        }
+    }
+
+    fn multiply(self, a: u64, b: u64) -> u64 {
+        let (Some(x), Some(y)) = (self.decode(a), self.decode(b)) else { return self.nan() };
+        match (x, y) {
+            (
+                Number::Finite { negative: n1, significand: s1, exponent: e1 },
+                Number::Finite { negative: n2, significand: s2, exponent: e2 },
+            ) => self.encode(Number::Finite { negative: n1 != n2, significand: s1 * s2, exponent: e1 + e2 }),
+            (Number::Infinite { .. }, Number::Finite { significand: 0, .. })
+            | (Number::Finite { significand: 0, .. }, Number::Infinite { .. }) => self.nan(),
+            _ => self.encode(Number::Infinite { negative: (a ^ b) & self.sign() != 0 }),
+        }
+    }
+
+    fn divide(self, a: u64, divisor: u32) -> u64 {
+        // What 53 bits leave free below: more than enough for one rounding, with a sticky bit.
+        const MORE: u32 = 70;
+        match self.decode(a) {
+            Some(Number::Finite { negative, significand, exponent }) => {
+                let (wide, divisor) = (significand << MORE, u128::from(divisor));
+                let significand = (wide / divisor) << 1 | u128::from(!wide.is_multiple_of(divisor));
+                self.encode(Number::Finite { negative, significand, exponent: exponent - MORE as i32 - 1 })
+            }
+            Some(infinite) => self.encode(infinite),
+            None => self.nan(),
         }
     }
 
@@ -168,24 +208,71 @@ pub(super) fn widen(dtype: Dtype, bits: u64) -> u64 {
 pub(super) fn apply(acc: Dtype, op: ReduceOp, a: u64, b: u64) -> u64 {
     if let Some(format) = Format::of(acc) {
         return match op {
-            ReduceOp::Sum => format.add(a, b),
+            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum => format.add(a, b),
+            ReduceOp::Prod => format.multiply(a, b),
             ReduceOp::Min => format.extreme(a, b, false),
             ReduceOp::Max => format.extreme(a, b, true),
+            other => panic!("{other} of {acc}"),
         };
     }
-    let bits = acc.size_bytes() as u32 * 8;
-    // Sign-extend by subtracting 2^bits from the upper half, in a type where nothing wraps.
-    let value = |x: u64| i128::from(x) - if x >> (bits - 1) == 1 { 1_i128 << bits } else { 0 };
-    let result = match op {
-        ReduceOp::Sum => value(a) + value(b),
-        ReduceOp::Min => value(a).min(value(b)),
-        ReduceOp::Max => value(a).max(value(b)),
+    let (x, y) = (integer(acc, a), integer(acc, b));
+    wrap(
+        acc,
+        match op {
+            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum => x + y,
+            ReduceOp::Prod => x.wrapping_mul(y),
+            ReduceOp::Min => x.min(y),
+            ReduceOp::Max => x.max(y),
+            ReduceOp::Band => x & y,
+            ReduceOp::Bor => x | y,
+            ReduceOp::Bxor => x ^ y,
+            ReduceOp::Land => i128::from(x != 0 && y != 0),
+            ReduceOp::Lor => i128::from(x != 0 || y != 0),
+            ReduceOp::Lxor => i128::from((x != 0) != (y != 0)),
+            other => panic!("{other} of {acc}"),
+        },
+    )
+}
+
+/// Return an accumulator as the element of a result.
+pub(super) fn finish(dtype: Dtype, op: ReduceOp, ranks: u32, acc: u64) -> u64 {
+    let accumulator = dtype.accumulator();
+    let value = match (op, Format::of(accumulator)) {
+        (ReduceOp::Avg, Some(format)) => format.divide(acc, ranks),
+        // Truncated, as division of Rust's integers is.
+        (ReduceOp::Avg, None) => wrap(accumulator, integer(accumulator, acc) / i128::from(ranks)),
+        (ReduceOp::Land | ReduceOp::Lor | ReduceOp::Lxor, _) => u64::from(acc != 0),
+        _ => acc,
     };
-    result.rem_euclid(1 << bits) as u64
+    round(dtype, value)
+}
+
+/// Return an element times a scalar.
+pub(super) fn scale(dtype: Dtype, bits: u64, scalar: f64) -> u64 {
+    let acc = dtype.accumulator();
+    let Some(format) = Format::of(acc) else {
+        return wrap(dtype, integer(dtype, bits).wrapping_mul(scalar as i128));
+    };
+    let double = Format::of(Dtype::F64).expect("a float");
+    let scalar = double.decode(scalar.to_bits()).map_or(format.nan(), |number| format.encode(number));
+    round(dtype, format.multiply(widen(dtype, bits), scalar))
 }
 
 /// Return an accumulator rounded to an element.
 pub(super) fn round(dtype: Dtype, acc: u64) -> u64 {
     let (Some(from), Some(to)) = (Format::of(dtype.accumulator()), Format::of(dtype)) else { return acc };
     from.decode(acc).map_or(to.nan(), |number| to.encode(number))
+}
+
+/// Return the value of an integer type's bits.
+fn integer(dtype: Dtype, bits: u64) -> i128 {
+    let is_signed = matches!(dtype, Dtype::I8 | Dtype::I16 | Dtype::I32 | Dtype::I64);
+    let len = dtype.size_bytes() as u32 * 8;
+    // Sign-extend by subtracting 2^len from the upper half, in a type where sums don't wrap.
+    i128::from(bits) - if is_signed && bits >> (len - 1) == 1 { 1_i128 << len } else { 0 }
+}
+
+/// Return an integer's bits modulo 2^bits.
+fn wrap(dtype: Dtype, value: i128) -> u64 {
+    value.rem_euclid(1 << (dtype.size_bytes() as u32 * 8)) as u64
 }

@@ -57,8 +57,14 @@ pub(super) fn read_header(from: &mut impl Read, path: &Path) -> Result<Header, N
         "<f2" => Dtype::F16,
         "<f4" => Dtype::F32,
         "<f8" => Dtype::F64,
+        "|i1" => Dtype::I8,
+        "|u1" => Dtype::U8,
+        "<i2" => Dtype::I16,
+        "<u2" => Dtype::U16,
         "<i4" => Dtype::I32,
+        "<u4" => Dtype::U32,
         "<i8" => Dtype::I64,
+        "<u8" => Dtype::U64,
         _ => return Err(NpyError::Type { path: path.into(), descr }),
     };
     Ok(Header { dtype, fortran_order, shape, bytes })

@@ -43,7 +43,13 @@ fn arrays_of_every_type_are_read() {
     let files = [
         (Dtype::F32, npy(&[1_f32, 2., 3., 4., 5., 6.], &shape, npyz::Order::C)),
         (Dtype::F64, npy(&[1_f64, 2., 3., 4., 5., 6.], &shape, npyz::Order::C)),
+        (Dtype::I8, npy(&[1_i8, 2, 3, 4, 5, 6], &shape, npyz::Order::C)),
+        (Dtype::U8, npy(&[1_u8, 2, 3, 4, 5, 6], &shape, npyz::Order::C)),
+        (Dtype::I16, npy(&[1_i16, 2, 3, 4, 5, 6], &shape, npyz::Order::C)),
+        (Dtype::U16, npy(&[1_u16, 2, 3, 4, 5, 6], &shape, npyz::Order::C)),
         (Dtype::I32, npy(&[1_i32, 2, 3, 4, 5, 6], &shape, npyz::Order::C)),
+        (Dtype::U32, npy(&[1_u32, 2, 3, 4, 5, 6], &shape, npyz::Order::C)),
+        (Dtype::U64, npy(&[1_u64, 2, 3, 4, 5, 6], &shape, npyz::Order::C)),
         (Dtype::I64, npy(&[1_i64, 2, 3, 4, 5, 6], &shape, npyz::Order::C)),
     ];
     for (dtype, bytes) in files {
@@ -83,7 +89,7 @@ fn bad_files_are_named_with_both_values() {
     assert!(message(b"PK\x03\x04 a zip file", "zip").contains("not a .npy file"));
     assert!(message(b"", "empty").contains("ends within"));
     assert!(message(&good[..40], "head").contains("ends within its header"));
-    assert!(message(&npy(&[1_u8; 4], &[4], npyz::Order::C), "u8").contains("|u1"));
+    assert!(message(&npy(&[true; 4], &[4], npyz::Order::C), "bool").contains("|b1"));
     let big_endian: Vec<u8> = String::from_utf8_lossy(&good[10..]).replace('<', ">").into_bytes();
     assert!(message(&[&good[..10], &big_endian].concat(), "big").contains("element type >f4"));
     let huge =

@@ -7,6 +7,7 @@ use anyhow::{bail, ensure};
 use clap::Args;
 use std::path::PathBuf;
 use sumac_hal::op::{Collective, Dtype, ReduceOp};
+use sumac_hal::reduce::Kernel;
 
 /// The largest operation: what a rank allocates twice.
 const SIZE_MAX: SizeBytes = SizeBytes(16 << 30);
@@ -53,6 +54,9 @@ pub(crate) struct PerfArgs {
     #[arg(long = "algo", value_name = "NAME", default_value = "tree,ring,hd", value_delimiter = ',',
           value_parser = options::algo_parser())]
     algos: Vec<Algo>,
+    /// The root of rooted collectives
+    #[arg(short = 'r', long = "root", value_name = "RANK", default_value_t = 0)]
+    root: u32,
     /// In which order contributions combine [default: the library's]
     #[arg(long, value_name = "NAME")]
     pub(super) order: Option<OrderName>,
@@ -85,7 +89,8 @@ impl PerfArgs {
     /// Return the rows to measure, in the order in which they are printed.
     ///
     /// # Errors
-    /// Sizes that leave nothing to measure, or that no rank could hold.
+    /// Sizes that leave nothing to measure, or that no rank could hold; a root that is no rank; a type and an operator
+    /// that do not go together.
     pub(super) fn cases(&self) -> anyhow::Result<Vec<Case>> {
         ensure!(
             self.begin <= self.end,
@@ -96,15 +101,19 @@ impl PerfArgs {
         if self.end > SIZE_MAX {
             bail!("-e {} is more than the {SIZE_MAX} that a rank may hold; choose a smaller one", self.end);
         }
+        ensure!(self.root < self.ranks, "root {} of {} ranks; they count from 0", self.root, self.ranks);
         let mut cases = Vec::new();
         for &collective in &self.collectives {
-            match collective {
-                Collective::Barrier => cases.extend(self.sweep(collective, Dtype::F32, ReduceOp::Sum)),
-                _ => {
-                    for (&dtype, &op) in self.dtypes.iter().flat_map(|dtype| self.ops.iter().map(move |op| (dtype, op)))
-                    {
-                        cases.extend(self.sweep(collective, dtype, op));
+            if collective == Collective::Barrier {
+                cases.extend(self.sweep(collective, Dtype::F32, ReduceOp::Sum));
+            } else if !collective.reduces() {
+                self.dtypes.iter().for_each(|&dtype| cases.extend(self.sweep(collective, dtype, ReduceOp::Sum)));
+            } else {
+                for (&dtype, &op) in self.dtypes.iter().flat_map(|dtype| self.ops.iter().map(move |op| (dtype, op))) {
+                    if let Some(why) = Kernel::why_not(dtype, op) {
+                        bail!("-o {op} of -d {dtype}: {why}");
                     }
+                    cases.extend(self.sweep(collective, dtype, op));
                 }
             }
         }
@@ -113,18 +122,16 @@ impl PerfArgs {
 
     /// Return the rows of one collective, element type and operator: size by size, all algorithms of a size together.
     fn sweep(&self, collective: Collective, dtype: Dtype, op: ReduceOp) -> Vec<Case> {
+        let case = |algo| Case { collective, dtype, op, root: self.root, count: 0, algo };
         if collective == Collective::Barrier {
             // Through the tree, or as the communicator chooses; it has no algorithm to name beside these.
             let tree = self.algos.contains(&Algo::Tree).then_some(Algo::Tree);
             let other = self.algos.iter().any(|algo| *algo != Algo::Tree).then_some(Algo::Auto);
-            let case = |algo| Case { collective, dtype, op, count: 0, algo };
             return tree.into_iter().chain(other).map(case).collect();
         }
-        let counts = sweep(self.begin, self.end, self.factor);
-        let counts = counts.into_iter().map(|size| size.0 / dtype.size_bytes() as u64);
-        counts
-            .flat_map(|count| self.algos.iter().map(move |&algo| Case { collective, dtype, op, count, algo }))
-            .collect()
+        let each = case(Algo::Auto).desc().element_bytes() as u64;
+        let sizes = sweep(self.begin, self.end, self.factor).into_iter();
+        sizes.flat_map(|size| self.algos.iter().map(move |&algo| Case { count: size.0 / each, ..case(algo) })).collect()
     }
 }
 

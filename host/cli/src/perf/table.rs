@@ -4,7 +4,7 @@ use super::stats_of;
 use crate::job::{Case, Measured};
 use serde::Serialize;
 use std::io::{self, Write};
-use sumac_hal::op::{Collective, Path};
+use sumac_hal::op::{Dtype, Path, ReduceOp};
 
 /// A row. Its fields are the keys of the JSON form, in this order.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -13,7 +13,7 @@ pub(crate) struct Row {
     pub(crate) collective: &'static str,
     /// The element type; `None` of a barrier.
     pub(crate) dtype: Option<&'static str>,
-    /// The operator; `None` of a barrier.
+    /// The operator; `None` where nothing combines.
     pub(crate) op: Option<&'static str>,
     /// Ranks.
     pub(crate) ranks: u32,
@@ -51,12 +51,12 @@ impl Row {
     /// Sum up what the ranks measured of a case.
     pub(crate) fn new(case: &Case, ranks: &[Measured]) -> Self {
         let figures = stats_of(case, ranks);
-        let is_barrier = case.collective == Collective::Barrier;
+        let desc = case.desc();
         let path = common_path(ranks);
         Self {
             collective: case.collective.name(),
-            dtype: (!is_barrier).then(|| case.dtype.name()),
-            op: (!is_barrier).then(|| case.op.name()),
+            dtype: desc.dtype.map(Dtype::name),
+            op: desc.op.map(ReduceOp::name),
             ranks: ranks.len() as u32,
             size_bytes: case.size_bytes(),
             count: case.count,
@@ -136,7 +136,7 @@ fn thousandths(value: f64) -> f64 {
 mod tests {
     use super::*;
     use crate::options::Algo;
-    use sumac_hal::op::{Dtype, ReduceOp};
+    use sumac_hal::op::Collective;
 
     fn measured(times_ns: &[u64], path: Path) -> Measured {
         Measured {
@@ -152,7 +152,7 @@ mod tests {
     }
 
     fn case(collective: Collective) -> Case {
-        Case { collective, dtype: Dtype::F32, op: ReduceOp::Sum, count: 1 << 18, algo: Algo::Tree }
+        Case { collective, dtype: Dtype::F32, op: ReduceOp::Sum, root: 0, count: 1 << 18, algo: Algo::Tree }
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //!
 //! Invariant: equal expressions have equal ids, so comparing two ranks' results is comparing two numbers.
 
+use crate::coll::tree::Tree;
 use std::collections::HashMap;
 use sumac_hal::ids::Rank;
 
@@ -74,6 +75,17 @@ impl Expressions {
         self.evaluate(id, &|rank| rank.0.to_string(), &|left, right| format!("({left}+{right})"))
     }
 
+    /// Return the expression of a tree, or `None` if it is over more ranks than the table.
+    pub fn of_tree(&mut self, tree: &Tree) -> Option<ExprId> {
+        // `Tree` has every rank once: no contribution is on both sides.
+        let inputs = self.nodes.iter().take_while(|node| node.operands.is_none()).count();
+        if tree.ranks() as usize > inputs {
+            return None;
+        }
+        let combine = |left: Option<ExprId>, right: Option<ExprId>| self.combine(left?, right?).ok();
+        tree.evaluate(|rank| Some(Self::input(rank)), combine)
+    }
+
     pub(super) fn ranks(&self, id: ExprId) -> &RankSet {
         &self.nodes[id.0].ranks
     }
@@ -104,6 +116,11 @@ impl RankSet {
     /// Return the lowest rank below `ranks` that is not in the set.
     pub(super) fn first_missing(&self, ranks: usize) -> Option<Rank> {
         (0..ranks).find(|rank| self.words[rank / 64] >> (rank % 64) & 1 == 0).map(|rank| Rank(rank as u32))
+    }
+
+    /// Return whether the set is this rank alone.
+    pub(super) fn is_only(&self, rank: Rank) -> bool {
+        self.len() == 1 && self.first() == Some(rank.0 as usize)
     }
 
     fn first_shared(&self, other: &Self) -> Option<Rank> {

@@ -2,51 +2,52 @@
 //!
 //! A value is the *expression* that made it, so a contribution that is missing, doubled or in another place
 //! can't cancel out. [`check`] proves, for one collective over one communicator:
-//! - within a step nothing is overwritten that the step reads, or written twice;
-//! - the n-th send from a to b is the n-th receive of b from a: same elements, same action;
+//! - within a step nothing is overwritten that the step reads, or written twice, also where buffers share memory;
+//! - the n-th send from a to b is the n-th receive of b from a: as many elements, in the same form;
 //! - no cycle of waits, even if each send waits for its receiver (no buffering anywhere);
-//! - partial values are never taken for finished ones, nor finished ones reduced further;
-//! - at the end every rank that should have a block has it, finished, with every contribution exactly once.
+//! - partial values are never taken for finished ones, nor finished ones reduced further, and nothing is rounded
+//!   before every contribution is in;
+//! - at the end every rank that should have an element has it, finished, with every contribution exactly once, and
+//!   all ranks that have it have the same expression of it.
 //!
 //! It needs no element type: elements that all schedules treat alike are one symbol, so its cost does not
 //! depend on the count. The idea of verifying task graphs without devices is also that of HCCL's verifier.
 
 mod error;
 mod expression;
+mod goal;
+mod memory;
 mod simulation;
 #[cfg(test)]
 mod tests;
 
 pub use error::CheckError;
 pub use expression::{ExprId, Expressions};
+pub use goal::Goal;
 
-use super::{Schedule, Span};
+use super::tree::Tree;
+use super::{Algorithm, Place, Problem, Recv, Region, Schedule, Send, Span, Step};
+use memory::Memory;
 use simulation::Simulation;
 use sumac_hal::ids::Rank;
-
-/// What a collective owes its callers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Goal {
-    /// Every rank ends with every rank's contribution to every element.
-    AllReduce,
-    /// Every rank ends knowing that every rank has entered.
-    Barrier,
-}
+use thiserror::Error;
 
 /// What a proved schedule costs, and the expressions it computes.
 #[derive(Debug)]
 pub struct Report {
-    /// The steps of the rank that has most: the alpha term where ranks do not wait for each other's steps.
+    /// The steps with messages of the rank that has most: the alpha term where ranks do not wait for each other's
+    /// steps.
     pub steps: usize,
     /// The elements that the busiest sender sends.
     pub sent_elements_max: u64,
-    /// The elements on the longest path through the collective: the beta term. A transfer starts when both
-    /// ends have reached its step.
+    /// The elements that the rank combines that combines most: the gamma term.
+    pub reduced_elements_max: u64,
+    /// The elements on the longest path through the collective: the beta term. A message starts when both ends have
+    /// reached its step, and a rank sends one at a time and receives one at a time.
     pub path_elements: u64,
     /// The expressions of `blocks`.
     pub expressions: Expressions,
-    /// For each run of elements that is treated alike, its expression (the same one on every rank).
+    /// For each run of elements of a reduction that is treated alike, its expression (the same one on every rank).
     pub blocks: Vec<(Span, ExprId)>,
 }
 
@@ -54,76 +55,196 @@ pub struct Report {
 ///
 /// # Errors
 /// [`CheckError`] names the first thing that is wrong, and where.
-pub fn check(goal: Goal, schedules: &[Schedule]) -> Result<Report, CheckError> {
-    well_formed(schedules)?;
+pub fn check(goal: Goal<'_>, schedules: &[Schedule]) -> Result<Report, CheckError> {
+    goal.fits(schedules)?;
+    for schedule in schedules {
+        well_formed(schedule)?;
+    }
     matched(schedules)?;
     let mut simulation = Simulation::new(schedules);
     simulation.run()?;
-    let blocks = match goal {
-        Goal::AllReduce => simulation.all_reduced()?,
-        Goal::Barrier => simulation.all_heard().map(|()| Vec::new())?,
-    };
+    let blocks = goal.reached(&simulation)?;
+    let messages =
+        |schedule: &Schedule| schedule.steps().filter(|step| !(step.sends.is_empty() && step.recvs.is_empty())).count();
     Ok(Report {
-        steps: schedules.iter().map(Schedule::len).max().unwrap_or(0),
+        steps: schedules.iter().map(messages).max().unwrap_or(0),
         sent_elements_max: schedules.iter().map(|schedule| schedule.sent_bytes(1, 1)).max().unwrap_or(0),
+        reduced_elements_max: simulation.reduced_elements_max(),
         path_elements: simulation.finish_time(),
         expressions: simulation.into_expressions(),
         blocks,
     })
 }
 
-/// Check what each schedule shows on its own.
-fn well_formed(schedules: &[Schedule]) -> Result<(), CheckError> {
-    let count = schedules.first().map_or(0, Schedule::count);
-    for (index, schedule) in schedules.iter().enumerate() {
-        let rank = schedule.place().rank();
-        if rank.0 as usize != index || schedule.place().ranks() as usize != schedules.len() || schedule.count() != count
-        {
-            return Err(CheckError::NotOneCollective { index });
+/// Why an algorithm does not evaluate a tree's expression.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum Difference {
+    /// It evaluates another.
+    #[error("{name} computes {computed} for elements {}..{} of {count}; declared is {declared}", span.start, span.end())]
+    Expression {
+        /// The algorithm.
+        name: &'static str,
+        /// The first elements that differ.
+        span: Span,
+        /// The elements there are.
+        count: usize,
+        /// What it computes for them.
+        computed: String,
+        /// What is declared.
+        declared: String,
+    },
+    /// It is no right reduction at all.
+    #[error("{name}: {error}")]
+    Wrong {
+        /// The algorithm.
+        name: &'static str,
+        /// What is wrong.
+        error: CheckError,
+    },
+}
+
+/// Find out whether an algorithm evaluates the tree's expression, for every element, and so gives the same bits.
+///
+/// One element for each block is looked at: schedules treat the elements of a block alike. An algorithm that reduces
+/// nothing evaluates every expression.
+///
+/// # Errors
+/// [`Difference`] shows the first elements that differ, and both expressions.
+pub fn evaluates(algorithm: &Algorithm, tree: &Tree) -> Result<(), Difference> {
+    let (name, ranks) = (algorithm.name, tree.ranks());
+    let (count, root) = (ranks as usize, Rank(0));
+    let part = |place| (algorithm.schedule)(&Problem { place, count, root, tree });
+    let schedules: Vec<_> = Place::all(ranks).map(part).collect();
+    let goal = Goal::of(algorithm.pattern, root);
+    let mut report = check(goal, &schedules).map_err(|error| Difference::Wrong { name, error })?;
+    let declared = report.expressions.of_tree(tree);
+    match report.blocks.iter().find(|&&(_, computed)| Some(computed) != declared) {
+        None => Ok(()),
+        Some(&(span, computed)) => Err(Difference::Expression {
+            name,
+            span,
+            count,
+            computed: report.expressions.written(computed),
+            declared: tree.evaluate(|rank| rank.0.to_string(), |left, right| format!("({left}+{right})")),
+        }),
+    }
+}
+
+/// Check what a schedule shows on its own.
+fn well_formed(schedule: &Schedule) -> Result<(), CheckError> {
+    let rank = schedule.place().rank();
+    let layout = schedule.layout();
+    let (shorter, longer) = (layout.input.min(layout.output), layout.input.max(layout.output));
+    let sticks_out = layout.in_place_at.is_some_and(|at| at.checked_add(shorter).is_none_or(|end| end > longer));
+    if sticks_out || (layout.work_in_output && layout.work > layout.output) {
+        return Err(CheckError::Layout { rank });
+    }
+    let memory = Memory::new(rank, layout);
+    for (index, step) in schedule.steps().enumerate() {
+        for peer in step.sends.iter().map(|send| send.peer).chain(step.recvs.iter().map(|recv| recv.peer)) {
+            if peer == rank || peer.0 >= schedule.place().ranks() {
+                return Err(CheckError::BadPeer { rank, step: index, peer });
+            }
         }
-        for (step, transfers) in schedule.steps().enumerate() {
-            for transfer in transfers.sends.iter().chain(transfers.recvs) {
-                if transfer.peer == rank || transfer.peer.0 as usize >= schedules.len() {
-                    return Err(CheckError::BadPeer { rank, step, peer: transfer.peer });
-                }
-                if transfer.span.end() > count {
-                    return Err(CheckError::OutOfBounds { rank, step, span: transfer.span, count });
-                }
+        inside(schedule, index, &step)?;
+        disjoint(rank, index, &step, &memory)?;
+    }
+    Ok(())
+}
+
+/// Check that a step's regions are inside their buffers, that operands are as long as what they combine with, and
+/// that only a reduction combines.
+fn inside(schedule: &Schedule, index: usize, step: &Step<'_>) -> Result<(), CheckError> {
+    let (rank, layout) = (schedule.place().rank(), schedule.layout());
+    let landings = step.recvs.iter().map(|recv| recv.landing).chain(step.locals.iter().map(|local| local.landing));
+    let mut regions: Vec<Region> = step.sends.iter().map(|send| send.from).collect();
+    regions.extend(step.locals.iter().map(|local| local.from));
+    for landing in landings {
+        regions.push(landing.to);
+        if let Some(operand) = landing.with {
+            regions.push(operand.own);
+            if operand.own.span.len != landing.to.span.len || !schedule.reduces() {
+                return Err(CheckError::BadOperand { rank, step: index });
             }
-            for (nth, recv) in transfers.recvs.iter().enumerate() {
-                let others = transfers.sends.iter().chain(&transfers.recvs[..nth]);
-                if let Some(other) = others.into_iter().find(|other| other.span.overlaps(recv.span)) {
-                    return Err(CheckError::Overlap { rank, step, written: recv.span, other: other.span });
-                }
-            }
+        }
+        if landing.to.buffer == super::Buffer::Input {
+            return Err(CheckError::WritesInput { rank, step: index });
+        }
+    }
+    if step.locals.iter().any(|local| local.from.span.len != local.landing.to.span.len) {
+        return Err(CheckError::BadOperand { rank, step: index });
+    }
+    let is_outside = |region: &Region| {
+        let end = region.span.start.checked_add(region.span.len);
+        end.is_none_or(|end| end > layout.len(region.buffer))
+    };
+    match regions.into_iter().find(is_outside) {
+        Some(region) => Err(CheckError::OutOfBounds { rank, step: index, region, len: layout.len(region.buffer) }),
+        None => Ok(()),
+    }
+}
+
+/// Check that nothing is written that is in use. An operand may be replaced by its combination, in place; what moves
+/// within the rank must not be, unless it stays where it is.
+fn disjoint(rank: Rank, index: usize, step: &Step<'_>, memory: &Memory) -> Result<(), CheckError> {
+    let overlap = |written: Region, other: Region| Err(CheckError::Overlap { rank, step: index, written, other });
+    let is_replaced = |to: Region, own: Region| memory.address(to) == memory.address(own);
+    for local in step.locals {
+        let to = local.landing.to;
+        let stays = local.landing.with.is_none() && is_replaced(to, local.from);
+        if memory.overlap(to, local.from) && !stays {
+            return overlap(to, local.from);
+        }
+        if let Some(operand) = local.landing.with
+            && memory.overlap(to, operand.own)
+            && !is_replaced(to, operand.own)
+        {
+            return overlap(to, operand.own);
+        }
+    }
+    for (nth, recv) in step.recvs.iter().enumerate() {
+        let to = recv.landing.to;
+        let others = step.recvs.iter().enumerate().filter(|&(other, _)| other != nth).map(|(_, other)| other.landing);
+        let others = others.flat_map(|landing| [Some(landing.to), landing.with.map(|operand| operand.own)]).flatten();
+        let mut others = step.sends.iter().map(|send| send.from).chain(others);
+        if let Some(other) = others.find(|&other| memory.overlap(to, other)) {
+            return overlap(to, other);
+        }
+        if let Some(operand) = recv.landing.with
+            && memory.overlap(to, operand.own)
+            && !is_replaced(to, operand.own)
+        {
+            return overlap(to, operand.own);
         }
     }
     Ok(())
 }
 
-/// Check that the transfers between each two ranks are the same list at both ends.
+/// Check that the messages between each two ranks are the same list at both ends.
 fn matched(schedules: &[Schedule]) -> Result<(), CheckError> {
     let ranks = schedules.len();
-    let mut sends = vec![Vec::new(); ranks * ranks];
-    let mut recvs = vec![Vec::new(); ranks * ranks];
+    let mut sends: Vec<Vec<(usize, Send)>> = vec![Vec::new(); ranks * ranks];
+    let mut recvs: Vec<Vec<(usize, Recv)>> = vec![Vec::new(); ranks * ranks];
     for (rank, schedule) in schedules.iter().enumerate() {
-        for (step, transfers) in schedule.steps().enumerate() {
-            for transfer in transfers.sends {
-                sends[rank * ranks + transfer.peer.0 as usize].push((step, transfer));
+        for (step, messages) in schedule.steps().enumerate() {
+            for send in messages.sends {
+                sends[rank * ranks + send.peer.0 as usize].push((step, *send));
             }
-            for transfer in transfers.recvs {
-                recvs[transfer.peer.0 as usize * ranks + rank].push((step, transfer));
+            for recv in messages.recvs {
+                recvs[recv.peer.0 as usize * ranks + rank].push((step, *recv));
             }
         }
     }
     for (pair, (sends, recvs)) in sends.iter().zip(&recvs).enumerate() {
         let (from, to) = (Rank((pair / ranks) as u32), Rank((pair % ranks) as u32));
-        for (&(step, send), &(_, recv)) in sends.iter().zip(recvs) {
-            if send.span != recv.span {
-                return Err(CheckError::SpanMismatch { from, to, step, sent: send.span, received: recv.span });
+        for (&(step, send), (_, recv)) in sends.iter().zip(recvs) {
+            let received = recv.landing.to;
+            if send.from.span.len != received.span.len {
+                return Err(CheckError::LengthMismatch { from, to, step, sent: send.from, received });
             }
-            if send.action != recv.action {
-                return Err(CheckError::ActionMismatch { from, to, step });
+            if send.from.buffer != recv.sent_from {
+                return Err(CheckError::FormMismatch { from, to, step, sent: send.from.buffer });
             }
         }
         if let Some(&(step, _)) = sends.get(recvs.len()) {

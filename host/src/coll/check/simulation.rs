@@ -1,55 +1,29 @@
 //! All ranks' schedules, executed on symbols under rendezvous sends.
 //!
-//! A rank posts all transfers of its step at once; a transfer happens when both ends have posted it; a step
-//! ends when all its transfers have happened. Invariants: a transfer reads the values from before its sender's
-//! step (the well-formedness check has ruled out that the step overwrites them), and happens once.
+//! A rank runs its step's local moves, then posts all its messages at once; a message happens when both ends have
+//! posted it; a step ends when all its messages have happened. Invariants: a message reads the values from before
+//! its sender's step's messages (the well-formedness check has ruled out that they overwrite them), and happens once.
 
 use super::error::CheckError;
-use super::expression::{ExprId, Expressions, RankSet};
-use crate::coll::{Action, Schedule, Side, Span, Transfer};
+use super::expression::{Expressions, RankSet};
+use super::memory::{Memory, Run, Value};
+use crate::coll::{Buffer, Landing, Recv, Region, Schedule, Send, Side, Step};
 use std::collections::VecDeque;
 use sumac_hal::ids::Rank;
-
-/// What a rank holds of one run of elements.
-#[derive(Debug, Clone, Copy)]
-struct Value {
-    expression: ExprId,
-    form: Form,
-}
-
-/// In which form a value is held.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Form {
-    /// The rank's own input: exact in both forms.
-    Input,
-    /// In the accumulator only.
-    Partial,
-    /// In the caller's buffer only.
-    Finished,
-}
-
-impl Form {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Input => "an input",
-            Self::Partial => "partial",
-            Self::Finished => "finished",
-        }
-    }
-}
 
 /// A rank's progress.
 #[derive(Debug)]
 struct RankState {
     step: usize,
-    /// When the step began, in elements of the beta term.
-    began: u64,
-    /// When the last transfer of the step ends.
+    /// When the last message of the step ends, in elements of the beta term.
     ends: u64,
-    /// Transfers of the step that have not happened.
+    /// When this rank can send and receive the next message.
+    sends_from: u64,
+    recvs_from: u64,
+    /// Messages of the step that have not happened.
     waiting: usize,
-    /// One value for each segment.
-    values: Vec<Value>,
+    memory: Memory,
+    reduced_elements: u64,
     heard: RankSet,
     /// What was heard before the step began: that is what its sends tell.
     heard_before: RankSet,
@@ -57,35 +31,34 @@ struct RankState {
 
 pub(super) struct Simulation<'a> {
     schedules: &'a [Schedule],
-    /// Where the runs of elements that all schedules treat alike begin, and the end.
-    bounds: Vec<usize>,
     states: Vec<RankState>,
     /// Sends posted and not yet received, for each (from, to).
-    sends: Vec<VecDeque<Transfer>>,
+    sends: Vec<VecDeque<Send>>,
     /// Receives posted and not yet fed, for each (from, to).
-    recvs: Vec<VecDeque<Transfer>>,
+    recvs: Vec<VecDeque<Recv>>,
     expressions: Expressions,
 }
 
 impl<'a> Simulation<'a> {
     pub(super) fn new(schedules: &'a [Schedule]) -> Self {
         let ranks = schedules.len();
-        let count = schedules.first().map_or(0, Schedule::count);
-        let spans = schedules.iter().flat_map(Schedule::steps).flat_map(|step| step.sends).map(|send| send.span);
-        let mut bounds: Vec<_> = spans.flat_map(|span| [span.start, span.end()]).chain([0, count]).collect();
-        bounds.sort_unstable();
-        bounds.dedup();
-        let segments = bounds.len() - 1;
-        let state = |rank: usize| {
-            let input = Value { expression: Expressions::input(Rank(rank as u32)), form: Form::Input };
+        let state = |(rank, schedule): (usize, &Schedule)| {
             let heard = RankSet::of(rank, ranks);
-            let (values, heard_before) = (vec![input; segments], heard.clone());
-            RankState { step: 0, began: 0, ends: 0, waiting: 0, values, heard, heard_before }
+            RankState {
+                step: 0,
+                ends: 0,
+                sends_from: 0,
+                recvs_from: 0,
+                waiting: 0,
+                memory: Memory::new(Rank(rank as u32), schedule.layout()),
+                reduced_elements: 0,
+                heard_before: heard.clone(),
+                heard,
+            }
         };
         Self {
             schedules,
-            bounds,
-            states: (0..ranks).map(state).collect(),
+            states: schedules.iter().enumerate().map(state).collect(),
             sends: vec![VecDeque::new(); ranks * ranks],
             recvs: vec![VecDeque::new(); ranks * ranks],
             expressions: Expressions::new(ranks),
@@ -95,141 +68,168 @@ impl<'a> Simulation<'a> {
     /// Execute every step of every rank.
     pub(super) fn run(&mut self) -> Result<(), CheckError> {
         let ranks = self.schedules.len();
-        let mut posted = Vec::new();
-        (0..ranks).for_each(|rank| self.post(rank, &mut posted));
-        while let Some((from, to)) = posted.pop() {
+        let mut posted = VecDeque::new();
+        for rank in 0..ranks {
+            self.post(rank, &mut posted)?;
+        }
+        while let Some((from, to)) = posted.pop_front() {
             let pair = from * ranks + to;
-            if let (Some(_), Some(&recv)) = (self.sends[pair].front(), self.recvs[pair].front()) {
+            if let (Some(&send), Some(&recv)) = (self.sends[pair].front(), self.recvs[pair].front()) {
                 self.sends[pair].pop_front();
                 self.recvs[pair].pop_front();
-                self.transfer(from, to, recv, &mut posted)?;
-                posted.push((from, to));
+                self.message(from, to, &send, &recv, &mut posted)?;
+                posted.push_back((from, to));
             }
         }
         for (rank, schedule) in self.schedules.iter().enumerate() {
             if let Some(step) = schedule.step(self.states[rank].step) {
-                let unmet = |peer: &&Transfer| {
-                    !self.sends[rank * ranks + peer.peer.0 as usize].is_empty()
-                        || !self.recvs[peer.peer.0 as usize * ranks + rank].is_empty()
+                let unmet = |peer: &Rank| {
+                    let peer = peer.0 as usize;
+                    !self.sends[rank * ranks + peer].is_empty() || !self.recvs[peer * ranks + rank].is_empty()
                 };
-                let peer = step.sends.iter().chain(step.recvs).find(unmet).map_or(Rank(0), |transfer| transfer.peer);
+                let sent_to = step.sends.iter().map(|send| send.peer);
+                let peer = sent_to.chain(step.recvs.iter().map(|recv| recv.peer)).find(unmet).unwrap_or(Rank(0));
                 return Err(CheckError::Deadlock { rank: Rank(rank as u32), step: self.states[rank].step, peer });
             }
         }
         Ok(())
     }
 
-    /// Post the transfers of `rank`'s step, passing over steps without any.
-    fn post(&mut self, rank: usize, posted: &mut Vec<(usize, usize)>) {
+    /// Run the local moves of `rank`'s step and post its messages, passing over steps without any.
+    fn post(&mut self, rank: usize, posted: &mut VecDeque<(usize, usize)>) -> Result<(), CheckError> {
         let ranks = self.schedules.len();
-        let state = &mut self.states[rank];
-        while let Some(step) = self.schedules[rank].step(state.step) {
+        let schedules = self.schedules;
+        while let Some(Step { locals, sends, recvs }) = schedules[rank].step(self.states[rank].step) {
+            for local in locals {
+                let moved = self.read(rank, local.from)?;
+                self.land(rank, local.from.buffer, &moved, &local.landing)?;
+            }
+            let state = &mut self.states[rank];
             state.heard_before = state.heard.clone();
-            state.waiting = step.sends.len() + step.recvs.len();
+            state.waiting = sends.len() + recvs.len();
             if state.waiting == 0 {
                 state.step += 1;
                 continue;
             }
-            for send in step.sends {
+            for send in sends {
                 self.sends[rank * ranks + send.peer.0 as usize].push_back(*send);
-                posted.push((rank, send.peer.0 as usize));
+                posted.push_back((rank, send.peer.0 as usize));
             }
-            for recv in step.recvs {
+            for recv in recvs {
                 self.recvs[recv.peer.0 as usize * ranks + rank].push_back(*recv);
-                posted.push((recv.peer.0 as usize, rank));
+                posted.push_back((recv.peer.0 as usize, rank));
             }
-            return;
+            return Ok(());
         }
+        Ok(())
     }
 
-    /// Let one matched transfer happen.
-    fn transfer(
+    /// Let one matched message happen.
+    fn message(
         &mut self,
         from: usize,
         to: usize,
-        recv: Transfer,
-        posted: &mut Vec<(usize, usize)>,
+        send: &Send,
+        recv: &Recv,
+        posted: &mut VecDeque<(usize, usize)>,
     ) -> Result<(), CheckError> {
-        let end = self.states[from].began.max(self.states[to].began) + recv.span.len as u64;
+        let end = self.states[from].sends_from.max(self.states[to].recvs_from) + send.from.span.len as u64;
+        self.states[from].sends_from = end;
+        self.states[to].recvs_from = end;
         let told = self.states[from].heard_before.clone();
         self.states[to].heard.add_all(&told);
-        for segment in self.segments(recv.span) {
-            let value = self.land(from, to, segment, recv.action)?;
-            self.states[to].values[segment] = value;
-        }
+        let sent = self.read(from, send.from)?;
+        self.land(to, send.from.buffer, &sent, &recv.landing)?;
         for rank in [from, to] {
             let state = &mut self.states[rank];
             state.ends = state.ends.max(end);
             state.waiting -= 1;
             if state.waiting == 0 {
                 state.step += 1;
-                state.began = state.ends;
-                self.post(rank, posted);
+                (state.sends_from, state.recvs_from) = (state.ends, state.ends);
+                self.post(rank, posted)?;
             }
         }
         Ok(())
     }
 
-    /// Return what `to` holds of a segment after receiving it from `from`.
-    fn land(&mut self, from: usize, to: usize, segment: usize, action: Action) -> Result<Value, CheckError> {
-        let (sent, own) = (self.states[from].values[segment], self.states[to].values[segment]);
-        let element = self.bounds[segment];
-        let stale = |rank: usize, step, held: Form, wanted: Form| CheckError::Stale {
+    /// Read what a rank holds, in the form that the region's buffer says.
+    fn read(&self, rank: usize, region: Region) -> Result<Vec<Run>, CheckError> {
+        let state = &self.states[rank];
+        state.memory.read(region).map_err(|unfit| CheckError::Stale {
             rank: Rank(rank as u32),
-            step,
-            element,
-            held: held.name(),
-            wanted: wanted.name(),
-        };
-        let (from_step, step) = (self.states[from].step, self.states[to].step);
-        let Action::Reduce { received, completes } = action else {
-            if sent.form == Form::Partial {
-                return Err(stale(from, from_step, sent.form, Form::Finished));
-            }
-            return Ok(Value { expression: sent.expression, form: Form::Finished });
-        };
-        if sent.form == Form::Finished {
-            return Err(stale(from, from_step, sent.form, Form::Partial));
-        }
-        if own.form == Form::Finished {
-            return Err(stale(to, step, own.form, Form::Partial));
-        }
-        let (left, right) = match received {
-            Side::Left => (sent.expression, own.expression),
-            Side::Right => (own.expression, sent.expression),
-        };
-        let rank = Rank(to as u32);
-        let combined = self.expressions.combine(left, right);
-        let expression = combined.map_err(|twice| CheckError::Doubled { rank, step, element, twice })?;
-        let contributions = self.expressions.ranks(expression).len();
-        if completes != (contributions == self.schedules.len()) {
-            return Err(CheckError::Completion { rank, step, element, contributions });
-        }
-        Ok(Value { expression, form: if completes { Form::Finished } else { Form::Partial } })
+            step: state.step,
+            element: unfit.element,
+            held: unfit.held,
+            wanted: region.buffer,
+        })
     }
 
-    /// Check that every rank has every contribution to every element.
-    ///
-    /// Then all ranks hold the same expression: take the first reduction, of S into R. Were there two different
-    /// results, the one that does not go through it would need R's input from before, hence an earlier reduction.
-    /// So both go through it, and with R and S taken for one input the argument repeats. The assertion is for
-    /// forms of schedule that would break it (receives into scratch memory).
-    pub(super) fn all_reduced(&self) -> Result<Vec<(Span, ExprId)>, CheckError> {
-        let ranks = self.schedules.len();
-        for (rank, state) in self.states.iter().enumerate() {
-            let rank = Rank(rank as u32);
-            for (segment, value) in state.values.iter().enumerate() {
-                let element = self.bounds[segment];
-                if let Some(missing) = self.expressions.ranks(value.expression).first_missing(ranks) {
-                    return Err(CheckError::Missing { rank, element, missing });
+    /// Let elements that were in `form` arrive.
+    fn land(&mut self, rank: usize, form: Buffer, arrived: &[Run], landing: &Landing) -> Result<(), CheckError> {
+        let (at, step) = (Rank(rank as u32), self.states[rank].step);
+        let landed = match landing.with {
+            None => arrived.to_vec(),
+            Some(operand) => {
+                let own = self.read(rank, operand.own)?;
+                self.states[rank].reduced_elements += landing.to.span.len as u64;
+                self.combine(at, step, arrived, &own, operand.received)?
+            }
+        };
+        if self.schedules[rank].reduces() {
+            let is_refined = form == Buffer::Output && (landing.with.is_some() || landing.to.buffer != Buffer::Output)
+                || landing.with.is_some_and(|operand| operand.own.buffer == Buffer::Output);
+            for run in &landed {
+                let contributions = self.expressions.ranks(run.value.expression).len();
+                let element = run.value.element;
+                if is_refined {
+                    return Err(CheckError::Refined { rank: at, step, element });
                 }
-                debug_assert_eq!(value.expression, self.states[0].values[segment].expression);
+                if landing.to.buffer == Buffer::Output && contributions != self.schedules.len() {
+                    return Err(CheckError::Completion { rank: at, step, element, contributions });
+                }
             }
         }
-        let span =
-            |segment: usize| Span { start: self.bounds[segment], len: self.bounds[segment + 1] - self.bounds[segment] };
-        let blocks = self.states.first().into_iter().flat_map(|state| state.values.iter().enumerate());
-        Ok(blocks.map(|(segment, value)| (span(segment), value.expression)).collect())
+        self.states[rank].memory.land(landing.to, &landed);
+        Ok(())
+    }
+
+    /// Combine two values, run by run.
+    fn combine(
+        &mut self,
+        rank: Rank,
+        step: usize,
+        arrived: &[Run],
+        own: &[Run],
+        received: Side,
+    ) -> Result<Vec<Run>, CheckError> {
+        let mut combined = Vec::with_capacity(arrived.len().max(own.len()));
+        let (mut a, mut b) = (arrived.iter(), own.iter());
+        let (mut next_a, mut next_b) = (a.next(), b.next());
+        let mut start = 0;
+        while let (Some(x), Some(y)) = (next_a, next_b) {
+            let (x_end, y_end) = (x.start + x.len, y.start + y.len);
+            let end = x_end.min(y_end);
+            let (element, own) = (x.value.element + (start - x.start), y.value.element + (start - y.start));
+            if element != own {
+                return Err(CheckError::Mixed { rank, step, own, other: element });
+            }
+            let (left, right) = match received {
+                Side::Left => (x.value.expression, y.value.expression),
+                Side::Right => (y.value.expression, x.value.expression),
+            };
+            let expression = self.expressions.combine(left, right);
+            let expression = expression.map_err(|twice| CheckError::Doubled { rank, step, element, twice })?;
+            combined.push(Run { start, len: end - start, value: Value { expression, element } });
+            start = end;
+            if x_end == end {
+                next_a = a.next();
+            }
+            if y_end == end {
+                next_b = b.next();
+            }
+        }
+        Ok(combined)
     }
 
     /// Check that every rank has heard of every rank.
@@ -242,18 +242,37 @@ impl<'a> Simulation<'a> {
         Ok(())
     }
 
+    /// Read what a rank ends with.
+    pub(super) fn output(&self, rank: Rank, region: Region) -> Result<Vec<Run>, CheckError> {
+        let unfinished =
+            |unfit: super::memory::Unfit| CheckError::Unfinished { rank, element: unfit.element, held: unfit.held };
+        self.states[rank.0 as usize].memory.read(region).map_err(unfinished)
+    }
+
+    /// Return whose contributions an expression has.
+    pub(super) fn contributors(&self, expression: super::ExprId) -> &RankSet {
+        self.expressions.ranks(expression)
+    }
+
+    pub(super) const fn schedules(&self) -> &'a [Schedule] {
+        self.schedules
+    }
+
+    pub(super) const fn ranks(&self) -> usize {
+        self.schedules.len()
+    }
+
     /// Return when the last rank has finished, in elements of the beta term.
     pub(super) fn finish_time(&self) -> u64 {
-        self.states.iter().map(|state| state.began).max().unwrap_or(0)
+        self.states.iter().map(|state| state.ends).max().unwrap_or(0)
+    }
+
+    /// Return how many elements the rank combines that combines most.
+    pub(super) fn reduced_elements_max(&self) -> u64 {
+        self.states.iter().map(|state| state.reduced_elements).max().unwrap_or(0)
     }
 
     pub(super) fn into_expressions(self) -> Expressions {
         self.expressions
-    }
-
-    fn segments(&self, span: Span) -> std::ops::Range<usize> {
-        // Spans without elements cover no segment; the ends of all others are bounds.
-        let index_of = |element| self.bounds.partition_point(|&bound| bound < element);
-        if span.len == 0 { 0..0 } else { index_of(span.start)..index_of(span.end()) }
     }
 }

@@ -1,0 +1,65 @@
+//! What executors rely on: operators commute to the bit, and those that don't depend on the order associate.
+
+use super::located::pairs;
+use super::values::{bytes_of, draw};
+use super::{Kernel, kernels, source};
+use proptest::prelude::*;
+
+/// Draw a contribution of `len` elements, as bytes.
+fn contribution(state: &mut u64, kernel: Kernel, len: usize, partial: bool) -> Vec<u8> {
+    if kernel.op().is_located() {
+        return pairs(state, kernel.dtype(), len);
+    }
+    let dtype = source(kernel, partial);
+    bytes_of(dtype, &draw(state, dtype, len))
+}
+
+/// Return `a op b`, both of the same kind, as accumulators.
+fn combined(kernel: Kernel, a: &[u8], b: &[u8], partial: bool) -> Vec<u8> {
+    let mut acc = vec![0; kernel.count(a.len(), partial).expect("whole elements") * kernel.accumulator_bytes()];
+    kernel.load(&mut acc, a, partial);
+    kernel.combine(&mut acc, b, partial);
+    acc
+}
+
+/// Return the result of accumulators.
+fn finished(kernel: Kernel, mut acc: Vec<u8>) -> Vec<u8> {
+    let count = kernel.count(acc.len(), true).expect("whole accumulators");
+    let len = kernel.finish(&mut acc, count, 3);
+    acc.truncate(len);
+    acc
+}
+
+proptest! {
+    #[test]
+    fn operators_commute(seed: u64, kernel in prop::sample::select(kernels().collect::<Vec<_>>()), partial: bool) {
+        let mut state = seed;
+        let [a, b] = [(); 2].map(|()| contribution(&mut state, kernel, 400, partial));
+        let (forwards, backwards) = (combined(kernel, &a, &b, partial), combined(kernel, &b, &a, partial));
+        prop_assert_eq!(finished(kernel, forwards), finished(kernel, backwards), "{:?}", kernel);
+    }
+
+    #[test]
+    fn what_does_not_depend_on_the_order_associates(
+        seed: u64,
+        kernel in prop::sample::select(kernels().filter(|kernel| !kernel.depends_on_order()).collect::<Vec<_>>()),
+    ) {
+        let mut state = seed;
+        let [a, b, c] = [(); 3].map(|()| contribution(&mut state, kernel, 400, true));
+        let left = combined(kernel, &combined(kernel, &a, &b, true), &c, true);
+        let right = combined(kernel, &a, &combined(kernel, &b, &c, true), true);
+        prop_assert_eq!(finished(kernel, left), finished(kernel, right), "{:?}", kernel);
+    }
+}
+
+/// So that nothing is called independent of the order for want of a value that shows it.
+#[test]
+fn what_depends_on_the_order_shows_it() {
+    for kernel in kernels().filter(Kernel::depends_on_order) {
+        let mut state = 7;
+        let [a, b, c] = [(); 3].map(|()| contribution(&mut state, kernel, 2000, true));
+        let left = combined(kernel, &combined(kernel, &a, &b, true), &c, true);
+        let right = combined(kernel, &a, &combined(kernel, &b, &c, true), true);
+        assert_ne!(left, right, "{kernel:?}");
+    }
+}

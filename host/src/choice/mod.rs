@@ -1,0 +1,434 @@
+//! Which way an operation takes, and why: an alpha-beta-gamma model with a table that the controller hands out.
+//!
+//! Ranks never decide from measurements of their own (PROTOCOL 2): the table and its version come with the group,
+//! the version is part of every operation's signature, and the same call gives the same choice everywhere. "Not
+//! possible" is a named reason ([`RuledOut`]), never a silent infinite cost.
+//!
+//! Costs in seconds for n bytes over N ranks, from the table's alpha (s a message), beta (s a byte moved through one
+//! process) and gamma (s a byte combined):
+//!
+//! | path | cost | source |
+//! |---|---|---|
+//! | tree | 2 L alpha + n (r beta + (i + o) beta_node + g gamma) | each of L levels up and down; a rank moves r n bytes; the node with most children, c, takes in i n, combines g n and sends o n, and is the bottleneck of a pipeline of chunks |
+//! | schedules | as the table in [`crate::coll`] has them | each named there |
+//!
+//! with, for all-reduce, r = 2 and i = o = g = c; reduce: 2, c, 1, c; broadcast: 1, 1, c, 0; reduce-scatter: 1 + 1/N, c, 1,
+//! c; all-gather: 1 + 1/N, 1, c, 0.
+//!
+//! Where an order is declared and the operation's bits depend on it, a schedule is possible if it evaluates exactly the
+//! declared expression, which the schedule checker finds out ([`Declared`]).
+
+mod declared;
+mod table;
+
+pub use declared::Declared;
+pub use table::{CostTable, Override, OverrideError};
+
+use crate::coll::{ALGORITHMS, Algorithm};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+use sumac_hal::ctrl::Order;
+use sumac_hal::op::{Collective, OpDesc, Path, ReduceOp};
+use thiserror::Error;
+
+/// What the caller asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Algo {
+    /// What the controller's overrides say, or the cheapest that is possible.
+    #[default]
+    Auto,
+    /// Through the tree, or an error.
+    Tree,
+    /// By ring, or an error.
+    Ring,
+    /// By halving-doubling, or an error.
+    HalvingDoubling,
+    /// By recursive doubling, or an error.
+    RecursiveDoubling,
+    /// By binomial trees, or an error.
+    Binomial,
+    /// By Bruck's algorithm, or an error.
+    Bruck,
+    /// By pairwise exchange, or an error.
+    Pairwise,
+    /// By the tree's expression from host to host, or an error.
+    HostTree,
+    /// By dissemination, or an error.
+    Dissemination,
+}
+
+impl Algo {
+    /// Every algorithm.
+    pub const ALL: [Self; 10] = [
+        Self::Auto,
+        Self::Tree,
+        Self::Ring,
+        Self::HalvingDoubling,
+        Self::RecursiveDoubling,
+        Self::Binomial,
+        Self::Bruck,
+        Self::Pairwise,
+        Self::HostTree,
+        Self::Dissemination,
+    ];
+
+    /// Return its name on the command line.
+    pub const fn name(self) -> &'static str {
+        match self.forced() {
+            None => "auto",
+            Some(path) => path.name(),
+        }
+    }
+
+    const fn forced(self) -> Option<Path> {
+        Some(match self {
+            Self::Auto => return None,
+            Self::Tree => Path::Tree,
+            Self::Ring => Path::Ring,
+            Self::HalvingDoubling => Path::HalvingDoubling,
+            Self::RecursiveDoubling => Path::RecursiveDoubling,
+            Self::Binomial => Path::Binomial,
+            Self::Bruck => Path::Bruck,
+            Self::Pairwise => Path::Pairwise,
+            Self::HostTree => Path::HostTree,
+            Self::Dissemination => Path::Dissemination,
+        })
+    }
+}
+
+impl fmt::Display for Algo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// A name that is no algorithm's.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("{0:?} is no algorithm; known are {known}", known = Algo::ALL.map(Algo::name).join(", "))]
+pub struct UnknownAlgo(String);
+
+impl FromStr for Algo {
+    type Err = UnknownAlgo;
+
+    fn from_str(text: &str) -> Result<Self, UnknownAlgo> {
+        Self::ALL.into_iter().find(|algo| algo.name() == text).ok_or_else(|| UnknownAlgo(text.to_owned()))
+    }
+}
+
+/// What ranks know of their group when they choose.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Situation {
+    /// Ranks of the communicator.
+    pub ranks: u32,
+    /// The declared order.
+    pub order: Order,
+    /// The tree, or why there is none.
+    pub tree: Result<TreeFacts, String>,
+    /// The constants.
+    pub table: CostTable,
+    /// The expression that a declared order asks for.
+    pub declared: Declared,
+}
+
+/// What ranks know of their tree.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TreeFacts {
+    /// Node levels.
+    pub levels: u32,
+    /// The most children of a node.
+    pub max_children: u32,
+    /// Bit n: all nodes know element type number n.
+    pub dtypes: u32,
+    /// Bit n: all nodes know operator number n.
+    pub ops: u32,
+    /// Bit n: all nodes know collective number n.
+    pub collectives: u32,
+}
+
+/// The first condition that rules a path out.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum RuledOut {
+    /// There is no tree.
+    #[error("there is no tree: {0}")]
+    NoTree(String),
+    /// A device does not know the collective, type or operator.
+    #[error("a device of the tree can't do {0}")]
+    Unsupported(OpDesc),
+    /// The sum of floats depends on the order, which this schedule can't keep.
+    #[error("{path} can't keep the declared order {order:?}: {why}")]
+    Order {
+        /// The path's name.
+        path: &'static str,
+        /// The order.
+        order: Order,
+        /// What breaks it.
+        why: String,
+    },
+    /// There is no such collective on this path.
+    #[error("{path} has no {collective}")]
+    Collective {
+        /// The path's name.
+        path: &'static str,
+        /// The collective.
+        collective: Collective,
+    },
+}
+
+/// One path, judged.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Candidate {
+    /// The path.
+    pub path: Path,
+    /// Its cost in seconds, or why it is out.
+    pub cost_s: Result<f64, RuledOut>,
+}
+
+/// All paths, judged, and the choice.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Explanation {
+    /// What was asked for.
+    pub requested: Algo,
+    /// Every path.
+    pub candidates: Vec<Candidate>,
+    /// The path taken: the one forced, that of an override, or the cheapest; `None` if it is not possible.
+    pub chosen: Option<Path>,
+    /// What the controller's overrides say for this size.
+    pub overridden: Option<Path>,
+}
+
+impl Explanation {
+    /// Return why the tree is not taken, if the caller left the choice open and it is not possible: a fallback. What no
+    /// tree can do falls back from nothing.
+    pub fn fallback(&self) -> Option<&RuledOut> {
+        let tree = self.candidates.iter().find(|candidate| candidate.path == Path::Tree)?;
+        let why = tree.cost_s.as_ref().err().filter(|why| !matches!(why, RuledOut::Collective { .. }))?;
+        (self.requested == Algo::Auto && self.chosen.is_some()).then_some(why)
+    }
+
+    /// Return why what was asked for is not possible, if it is not.
+    pub fn refusal(&self) -> Option<&RuledOut> {
+        if self.chosen.is_some() {
+            return None;
+        }
+        let forced = self.requested.forced();
+        let mut judged = self.candidates.iter().filter(|candidate| forced.is_none_or(|path| candidate.path == path));
+        judged.find_map(|candidate| candidate.cost_s.as_ref().err())
+    }
+}
+
+impl fmt::Display for Explanation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "asked for {}", self.requested)?;
+        if let Some(path) = self.overridden {
+            writeln!(f, "overridden to {}", path.name())?;
+        }
+        for Candidate { path, cost_s } in &self.candidates {
+            let mark = if Some(*path) == self.chosen { '*' } else { ' ' };
+            match cost_s {
+                Ok(cost) => writeln!(f, "{mark} {:<13} {:>12.1} us", path.name(), cost * 1e6)?,
+                Err(reason) => writeln!(f, "{mark} {:<13} ruled out: {reason}", path.name())?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Judge every path for an operation and choose.
+pub fn explain(situation: &Situation, desc: &OpDesc, requested: Algo) -> Explanation {
+    let forced = requested.forced();
+    let tree = Candidate { path: Path::Tree, cost_s: judge_tree(situation, desc) };
+    let schedules = ALGORITHMS.iter().filter(|algorithm| algorithm.pattern.collective() == desc.collective);
+    let schedules = schedules
+        .map(|algorithm| Candidate { path: algorithm.path(), cost_s: judge_schedule(situation, desc, algorithm) });
+    let mut candidates: Vec<Candidate> = std::iter::once(tree).chain(schedules).collect();
+    if let Some(path) = forced.filter(|path| candidates.iter().all(|candidate| candidate.path != *path)) {
+        let none = RuledOut::Collective { path: path.name(), collective: desc.collective };
+        candidates.push(Candidate { path, cost_s: Err(none) });
+    }
+    let possible = candidates.iter().filter_map(|candidate| Some((candidate.path, *candidate.cost_s.as_ref().ok()?)));
+    let overridden = situation.table.overridden(desc).filter(|_| forced.is_none());
+    let wanted = |wanted: Path| possible.clone().map(|(path, _)| path).find(|&path| path == wanted);
+    let chosen = match forced {
+        Some(forced) => wanted(forced),
+        None => overridden
+            .and_then(wanted)
+            .or_else(|| possible.clone().min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(path, _)| path)),
+    };
+    Explanation { requested, candidates, chosen, overridden }
+}
+
+/// Return the cost of the tree: a pipeline of chunks through its slowest part, at a rank or at a node.
+fn judge_tree(situation: &Situation, desc: &OpDesc) -> Result<f64, RuledOut> {
+    let table = &situation.table;
+    if !desc.collective.is_offloadable() {
+        return Err(RuledOut::Collective { path: Path::Tree.name(), collective: desc.collective });
+    }
+    let tree = situation.tree.as_ref().map_err(|why| RuledOut::NoTree(why.clone()))?;
+    if !knows(tree, desc) {
+        return Err(RuledOut::Unsupported(*desc));
+    }
+    let (n, c) = (bytes(desc), f64::from(tree.max_children));
+    let block = 1.0 / f64::from(situation.ranks);
+    // Of n: what the busiest rank moves, what a node takes in, what it sends out.
+    let (rank, taken, sent) = match desc.collective {
+        Collective::AllReduce => (2.0, c, c),
+        Collective::Reduce => (2.0, c, 1.0),
+        Collective::Broadcast => (1.0, 1.0, c),
+        Collective::ReduceScatter => (1.0 + block, c, 1.0),
+        Collective::AllGather => (1.0 + block, 1.0, c),
+        _ => (0.0, 0.0, 0.0),
+    };
+    let combined = if desc.collective.reduces() { taken } else { 0.0 };
+    let each = rank * table.beta_tree_s + (taken + sent) * table.beta_node_s + combined * table.gamma_s;
+    Ok(2.0 * f64::from(tree.levels) * table.alpha_tree_s + n * each)
+}
+
+/// Return the cost of a schedule; its own formula, for elements of this operation's size.
+fn judge_schedule(situation: &Situation, desc: &OpDesc, algorithm: &Algorithm) -> Result<f64, RuledOut> {
+    let Situation { ranks, order, table, .. } = situation;
+    if depends_on_order(*order, desc) {
+        situation.declared.kept_by(algorithm).map_err(|why| RuledOut::Order {
+            path: algorithm.path().name(),
+            order: *order,
+            why,
+        })?;
+    }
+    let cost = algorithm.cost(*ranks, usize::try_from(desc.count).unwrap_or(usize::MAX));
+    let each = desc.element_bytes() as f64;
+    Ok(cost.seconds(table.alpha_step_s, table.beta_step_s * each, table.gamma_s * each))
+}
+
+fn bytes(desc: &OpDesc) -> f64 {
+    desc.element_bytes() as f64 * desc.count as f64
+}
+
+fn knows(tree: &TreeFacts, desc: &OpDesc) -> bool {
+    let has = |mask: u32, number: u8| mask & (1 << number) != 0;
+    has(tree.collectives, desc.collective.to_wire())
+        && desc.dtype.is_none_or(|dtype| has(tree.dtypes, dtype.to_wire()))
+        && desc.op.is_none_or(|op| has(tree.ops, op.to_wire()))
+}
+
+/// Integer arithmetic wraps and the other operators pick: only what rounds depends on the order.
+fn depends_on_order(order: Order, desc: &OpDesc) -> bool {
+    let rounds = matches!(desc.op, Some(ReduceOp::Sum | ReduceOp::Prod | ReduceOp::Avg | ReduceOp::PremulSum));
+    order != Order::Arrival && rounds && desc.dtype.is_some_and(|dtype| !dtype.is_integer())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sumac_hal::ids::Rank;
+    use sumac_hal::op::Dtype;
+
+    const TREE: TreeFacts =
+        TreeFacts { levels: 2, max_children: 2, dtypes: u32::MAX, ops: u32::MAX, collectives: u32::MAX };
+
+    fn situation(ranks: u32, order: Order, tree: Result<TreeFacts, String>) -> Situation {
+        let declared = Declared::flat(ranks, order);
+        Situation { ranks, order, tree, table: CostTable::EMULATED, declared }
+    }
+
+    fn sum(count: u64) -> OpDesc {
+        OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, count)
+    }
+
+    fn cost(situation: &Situation, desc: &OpDesc, path: Path) -> Result<f64, RuledOut> {
+        let explanation = explain(situation, desc, Algo::Auto);
+        let mut candidates = explanation.candidates.into_iter();
+        candidates.find(|candidate| candidate.path == path).expect("a candidate").cost_s
+    }
+
+    #[test]
+    fn costs_follow_the_formulas() {
+        let table = CostTable {
+            version: 1,
+            alpha_tree_s: 1.0,
+            alpha_step_s: 1.0,
+            beta_tree_s: 100.0,
+            beta_step_s: 1.0,
+            beta_node_s: 1.0,
+            gamma_s: 0.0,
+            overrides: Vec::new(),
+        };
+        let at = |ranks, desc: OpDesc, path| {
+            cost(&Situation { table: table.clone(), ..situation(ranks, Order::Arrival, Ok(TREE)) }, &desc, path)
+        };
+        // 240 bytes.
+        assert_eq!(at(4, sum(60), Path::Tree), Ok(4.0 + 240.0 * (200.0 + 4.0)));
+        assert_eq!(at(4, OpDesc::broadcast(Dtype::F32, Rank(0), 60), Path::Tree), Ok(4.0 + 240.0 * (100.0 + 3.0)));
+        assert_eq!(at(4, OpDesc::all_gather(Dtype::F32, 60), Path::Tree), Ok(4.0 + 240.0 * (125.0 + 3.0)));
+        assert_eq!(at(4, OpDesc::barrier(), Path::Tree), Ok(4.0));
+        assert_eq!(at(4, sum(60), Path::Ring), Ok(6.0 + 360.0));
+        assert_eq!(at(4, sum(60), Path::HalvingDoubling), Ok(4.0 + 360.0));
+        assert_eq!(at(6, sum(60), Path::HalvingDoubling), Ok(6.0 + 360.0 + 480.0));
+        assert_eq!(at(4, OpDesc::barrier(), Path::Dissemination), Ok(2.0));
+    }
+
+    #[test]
+    fn what_is_forced_is_taken_or_refused_by_name() {
+        let none = situation(4, Order::Arrival, Err("device leaf0 is not connected".into()));
+        let forced = explain(&none, &sum(8), Algo::Tree);
+        assert_eq!(forced.chosen, None);
+        assert_eq!(forced.refusal(), Some(&RuledOut::NoTree("device leaf0 is not connected".into())));
+        assert_eq!(forced.fallback(), None);
+        let open = explain(&none, &sum(8), Algo::Auto);
+        assert!(open.chosen.is_some() && open.fallback().is_some(), "{open}");
+        let ring = explain(&situation(4, Order::Arrival, Ok(TREE)), &sum(8), Algo::Ring);
+        assert_eq!((ring.chosen, ring.fallback()), (Some(Path::Ring), None));
+        let barrier = explain(&situation(4, Order::Arrival, Ok(TREE)), &OpDesc::barrier(), Algo::Ring);
+        let collective = Collective::Barrier;
+        assert_eq!(barrier.refusal(), Some(&RuledOut::Collective { path: "ring", collective }));
+    }
+
+    /// Every collective has a schedule, so that it goes on without a tree.
+    #[test]
+    fn nothing_needs_a_tree() {
+        for &collective in Collective::ALL.iter().filter(|&&collective| collective != Collective::AllToAllV) {
+            let op = collective.reduces().then_some(ReduceOp::Sum);
+            let desc = OpDesc { collective, dtype: Some(Dtype::F32), op, root: Rank(1), count: 100 };
+            for order in [Order::Arrival, Order::TreeFold, Order::TreePairwise] {
+                let found = explain(&situation(5, order, Err("none".into())), &desc, Algo::Auto);
+                assert!(found.chosen.is_some(), "{desc} {order:?}: {found}");
+            }
+        }
+    }
+
+    #[test]
+    fn order_rules_schedules_out() {
+        let possible = |order, ranks, path, desc: OpDesc| cost(&situation(ranks, order, Ok(TREE)), &desc, path).is_ok();
+        let (ring, hd) = (Path::Ring, Path::HalvingDoubling);
+        assert!(!possible(Order::TreePairwise, 4, ring, sum(8)));
+        assert!(possible(Order::TreePairwise, 4, hd, sum(8)));
+        assert!(!possible(Order::TreeFold, 4, hd, sum(8)));
+        assert!(possible(Order::TreeFold, 6, Path::HostTree, sum(8)));
+        let max = OpDesc::all_reduce(Dtype::F32, ReduceOp::Max, 8);
+        assert!(possible(Order::TreeFold, 6, ring, max), "maxima don't depend on the order");
+        let wrapping = OpDesc::all_reduce(Dtype::U8, ReduceOp::Prod, 8);
+        assert!(possible(Order::TreeFold, 6, ring, wrapping), "nor does what wraps");
+        let why = cost(&situation(4, Order::TreeFold, Ok(TREE)), &sum(8), ring).expect_err("ruled out").to_string();
+        assert!(why.contains("ring") && why.contains("TreeFold"), "{why}");
+    }
+
+    #[test]
+    fn a_missing_capability_is_named() {
+        let tree = TreeFacts { dtypes: 0, ..TREE };
+        let found = explain(&situation(4, Order::Arrival, Ok(tree)), &sum(8), Algo::Tree);
+        assert_eq!(found.refusal(), Some(&RuledOut::Unsupported(sum(8))));
+    }
+
+    #[test]
+    fn overrides_come_before_costs_and_after_the_caller() {
+        let toml = "[[override]]\npath = \"ring\"\nmin_bytes = 32";
+        let table = CostTable::EMULATED.with_overrides(toml).expect("an override file");
+        let with = |order| Situation { table: table.clone(), ..situation(4, order, Ok(TREE)) };
+        let taken = |order, count, algo| explain(&with(order), &sum(count), algo).chosen;
+        assert_eq!(taken(Order::Arrival, 8, Algo::Auto), Some(Path::Ring));
+        assert_ne!(taken(Order::Arrival, 7, Algo::Auto), Some(Path::Ring));
+        assert_eq!(taken(Order::Arrival, 8, Algo::HalvingDoubling), Some(Path::HalvingDoubling));
+        assert_eq!(taken(Order::TreeFold, 8, Algo::Auto), Some(Path::Tree), "not possible in this order");
+    }
+}

@@ -1,0 +1,196 @@
+//! Pairwise exchange: every rank deals with every other directly, one peer a step.
+//!
+//! | | cost |
+//! |---|---|
+//! | all-to-all | (p-1) alpha + (p-1)/p n beta |
+//! | all-to-all in place | p alpha + (p-1)/p n beta |
+//! | reduce-scatter | (p-1) alpha + (p-1)/p n (beta + gamma) |
+//! | all-reduce | (p-1 + ceil(log2 p)) alpha + (p-1)/p n (2 beta + gamma) |
+//!
+//! (Thakur, Rabenseifner and Gropp 2005, sections 4.4 and 4.5; the all-reduce's second half is Bruck's all-gather.)
+//!
+//! In the reduce-scatter the owner of a block gets every rank's contribution to it as it is, and combines them when
+//! all are in: in whatever order is declared. So it evaluates any [`Tree`]'s expression at a ring's bandwidth, where
+//! a ring can't; it pays with staging room for p blocks.
+
+use super::bruck::push_all_gather;
+use super::tree::Tree;
+use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Side, Span, Step};
+use sumac_hal::ids::Rank;
+use thiserror::Error;
+
+/// Why there is no all-to-all with these counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum CountsError {
+    /// One count for each rank is needed.
+    #[error("{sends} send counts and {recvs} receive counts for {ranks} ranks; one of each for each rank is needed")]
+    Ranks {
+        /// The send counts.
+        sends: usize,
+        /// The receive counts.
+        recvs: usize,
+        /// The ranks.
+        ranks: u32,
+    },
+    /// What a rank sends itself is what it receives from itself.
+    #[error("{rank} would send itself {send} elements and receive {recv}")]
+    Own {
+        /// The rank.
+        rank: Rank,
+        /// What it sends.
+        send: usize,
+        /// What it receives.
+        recv: usize,
+    },
+    /// The counts add up to more than can be addressed.
+    #[error("the counts of {rank} add up to more elements than can be addressed")]
+    Overflow {
+        /// The rank.
+        rank: Rank,
+    },
+}
+
+/// Schedule an all-to-all: rank r sends `count` elements in p blocks, block s to rank s, and gets block r of each.
+///
+/// The blocks are those of a reduce-scatter: where p does not divide `count`, they differ by one element, and the
+/// output is p times the own block.
+pub fn all_to_all(place: Place, count: usize) -> Schedule {
+    let ranks = place.ranks();
+    let own = Span::of_block(count, ranks, place.rank().0).len;
+    let taken = (0..ranks as usize).map(|from| Span { start: from * own, len: own }).collect();
+    let given = (0..ranks).map(|to| Span::of_block(count, ranks, to)).collect();
+    exchange(place, &Blocks { given, taken })
+}
+
+/// Schedule an all-to-all of blocks of any length, packed in rank order at both ends: `send_counts[s]` elements go to
+/// rank s, `recv_counts[s]` come from it.
+///
+/// What rank a sends b and what b expects of a can't be compared here; the executor does.
+///
+/// # Errors
+/// [`CountsError`] if the counts contradict the communicator or each other.
+pub fn all_to_all_v(place: Place, send_counts: &[usize], recv_counts: &[usize]) -> Result<Schedule, CountsError> {
+    let (ranks, rank) = (place.ranks(), place.rank());
+    if send_counts.len() != ranks as usize || recv_counts.len() != ranks as usize {
+        return Err(CountsError::Ranks { sends: send_counts.len(), recvs: recv_counts.len(), ranks });
+    }
+    let (send, recv) = (send_counts[rank.0 as usize], recv_counts[rank.0 as usize]);
+    if send != recv {
+        return Err(CountsError::Own { rank, send, recv });
+    }
+    let packed = |counts: &[usize]| packed(counts).ok_or(CountsError::Overflow { rank });
+    Ok(exchange(place, &Blocks { given: packed(send_counts)?, taken: packed(recv_counts)? }))
+}
+
+/// Schedule an all-to-all in place: block s of p, each of `each` elements, goes to rank s, and rank s's comes there.
+///
+/// In step t ranks r and s with r + s = t (mod p) swap, by way of one block of `Work`.
+pub fn all_to_all_in_place(place: Place, each: usize) -> Schedule {
+    let ranks = place.ranks();
+    let whole = each * ranks as usize;
+    let layout = Layout { work: if ranks == 1 { 0 } else { each }, ..Layout::moves(whole, whole, Some(0)) };
+    let mut schedule = Schedule::moving(place, layout);
+    let block = |rank: Rank| Span { start: rank.0 as usize * each, len: each };
+    let own = block(place.rank());
+    let mut landed = Local::copy(Buffer::Input.at(own), Buffer::Output.at(own));
+    let swapped = Buffer::Work.at(Span::first(each));
+    for t in 0..ranks {
+        let peer = Rank(((u64::from(t) + u64::from(ranks) - u64::from(place.rank().0)) % u64::from(ranks)) as u32);
+        if peer != place.rank() {
+            let send = Send { peer, from: Buffer::Input.at(block(peer)) };
+            let recv = Recv { peer, sent_from: Buffer::Input, landing: Landing::copy(swapped) };
+            schedule.push(Step { locals: &[landed], sends: &[send], recvs: &[recv] });
+            landed = Local::copy(swapped, Buffer::Output.at(block(peer)));
+        }
+    }
+    schedule.move_locally(&[landed]);
+    schedule
+}
+
+/// Schedule a reduce-scatter of `count` elements that evaluates the tree's expression: rank r gets block r of p.
+///
+/// `tree` is over `place.ranks()` ranks.
+pub fn reduce_scatter(place: Place, count: usize, tree: &Tree) -> Schedule {
+    let own = Span::of_block(count, place.ranks(), place.rank().0);
+    let layout = Layout {
+        input: count,
+        output: own.len,
+        work: own.len * place.ranks() as usize,
+        work_in_output: false,
+        in_place_at: Some(own.start),
+    };
+    let mut schedule = Schedule::reducing(place, layout);
+    push_reduce_scatter(&mut schedule, count, tree, Buffer::Output.at(Span::first(own.len)));
+    schedule
+}
+
+/// Schedule an all-reduce of `count` elements that evaluates the tree's expression.
+///
+/// `tree` is over `place.ranks()` ranks.
+pub fn all_reduce(place: Place, count: usize, tree: &Tree) -> Schedule {
+    let own = Span::of_block(count, place.ranks(), place.rank().0);
+    let work = own.len * place.ranks() as usize;
+    let layout = Layout { input: count, output: count, work, work_in_output: false, in_place_at: Some(0) };
+    let mut schedule = Schedule::reducing(place, layout);
+    push_reduce_scatter(&mut schedule, count, tree, Buffer::Output.at(own));
+    push_all_gather(&mut schedule, count);
+    schedule
+}
+
+/// Collect the own block's contributions in `Work`, one after the other in rank order, and put their value to `result`.
+fn push_reduce_scatter(schedule: &mut Schedule, count: usize, tree: &Tree, result: Region) {
+    let place = schedule.place();
+    let block = |rank: Rank| Buffer::Input.at(Span::of_block(count, place.ranks(), rank.0));
+    let own = block(place.rank());
+    let staged = |rank: Rank| Buffer::Work.at(Span { start: rank.0 as usize * own.span.len, len: own.span.len });
+    for distance in 1..place.ranks() {
+        let (to, from) = (place.after(distance), place.before(distance));
+        let send = Send { peer: to, from: block(to) };
+        let recv = Recv { peer: from, sent_from: Buffer::Input, landing: Landing::copy(staged(from)) };
+        schedule.exchange(&[send], &[recv]);
+    }
+    let mut locals = vec![Local::copy(own, staged(place.rank()))];
+    let value = tree.evaluate(staged, |left, right| {
+        locals.push(Local { from: right, landing: Landing::combine(left, Side::Right, left) });
+        left
+    });
+    match locals.last_mut() {
+        // The last combination goes where the result belongs.
+        Some(last) if last.landing.with.is_some() => last.landing.to = result,
+        _ => locals.push(Local::copy(value, result)),
+    }
+    schedule.move_locally(&locals);
+}
+
+/// For each rank, the elements of `Input` that go there, and those of `Output` that come from there.
+struct Blocks {
+    given: Vec<Span>,
+    taken: Vec<Span>,
+}
+
+fn exchange(place: Place, blocks: &Blocks) -> Schedule {
+    let end = |spans: &[Span]| spans.last().map_or(0, |span| span.end());
+    let layout = Layout::moves(end(&blocks.given), end(&blocks.taken), None);
+    let mut schedule = Schedule::moving(place, layout);
+    let given = |rank: Rank| Buffer::Input.at(blocks.given[rank.0 as usize]);
+    let taken = |rank: Rank| Buffer::Output.at(blocks.taken[rank.0 as usize]);
+    schedule.move_locally(&[Local::copy(given(place.rank()), taken(place.rank()))]);
+    for distance in 1..place.ranks() {
+        let (to, from) = (place.after(distance), place.before(distance));
+        let recv = Recv { peer: from, sent_from: Buffer::Input, landing: Landing::copy(taken(from)) };
+        schedule.exchange(&[Send { peer: to, from: given(to) }], &[recv]);
+    }
+    schedule
+}
+
+/// Return the spans of blocks that lie one behind the other, unless they leave the address space.
+fn packed(counts: &[usize]) -> Option<Vec<Span>> {
+    let mut start = 0_usize;
+    let span = |&len: &usize| {
+        let span = Span { start, len };
+        start = start.checked_add(len)?;
+        Some(span)
+    };
+    counts.iter().map(span).collect()
+}

@@ -1,0 +1,348 @@
+//! An aggregation tree's expression, and the schedule in which ranks stand in for its nodes.
+//!
+//! A tree in the network fixes, under `Order::TreeFold` or `Order::TreePairwise`, in which order contributions
+//! combine: the children of a node in order, node by node. [`Tree`] is that expression; [`Tree::evaluate`] is its
+//! definition, and what the checker compares schedules with. Whatever evaluates it gives the same bits as the
+//! network:
+//! - [`reduce`] and [`all_reduce`] follow the tree node by node: few steps, for small messages. A node is played by
+//!   the root's rank if the root is below it, else by the player of its first child. With levels 0..L of at most c
+//!   children: at most `L (c-1) (alpha + n beta + n gamma)` up, plus a binomial broadcast down.
+//! - [`super::pairwise::reduce_scatter`] and [`super::pairwise::all_reduce`] evaluate it block by block: the fewest
+//!   bytes, for large messages.
+//!
+//! Invariant: a player takes its children in declared order, one a step, and combines what it can at once: a fold
+//! holds one value, a pairing one for each block that waits for its neighbour (at most log2 c + 1).
+
+use super::binomial::push_broadcast;
+use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Side, Span, Step};
+use crate::plan::{Child, Plan};
+use std::collections::HashMap;
+use sumac_hal::ctrl::Order;
+use sumac_hal::ids::Rank;
+use thiserror::Error;
+
+/// An aggregation tree with a declared order: an expression over ranks 0..ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tree {
+    nodes: Vec<Vec<Child>>,
+    ranks: u32,
+    is_fold: bool,
+    /// The nodes, parents first.
+    descent: Vec<usize>,
+}
+
+/// Why a description is no tree over the ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum TreeError {
+    /// Contributions combine as they arrive: no expression is declared.
+    #[error("the order {0:?} declares no expression; a tree schedule needs TreeFold or TreePairwise")]
+    Undeclared(Order),
+    /// A rank is not there exactly once.
+    #[error("{rank} is {times} times in a tree of {ranks} ranks; each belongs there once")]
+    Rank {
+        /// The rank.
+        rank: Rank,
+        /// How often it is there.
+        times: usize,
+        /// The size of the communicator.
+        ranks: u32,
+    },
+    /// A node can't be reached from the root (node 0), or in more than one way.
+    #[error("node {node} of {nodes} is the child of {parents} nodes; the root is nobody's, each other node one's")]
+    Node {
+        /// The node.
+        node: usize,
+        /// As many nodes as there are.
+        nodes: usize,
+        /// As many parents as it has.
+        parents: usize,
+    },
+    /// A node without children has no value.
+    #[error("node {0} has no children")]
+    Childless(usize),
+}
+
+impl Tree {
+    /// Describe a tree: for each node its children in order; node 0 is the root.
+    ///
+    /// # Errors
+    /// [`TreeError`] if that is not one tree with ranks 0..`ranks` as its leaves, or `order` declares nothing.
+    pub fn new(nodes: Vec<Vec<Child>>, ranks: u32, order: Order) -> Result<Self, TreeError> {
+        let is_fold = match order {
+            Order::TreeFold => true,
+            Order::TreePairwise => false,
+            other => return Err(TreeError::Undeclared(other)),
+        };
+        if nodes.is_empty() {
+            return Err(TreeError::Childless(0));
+        }
+        let mut parents = vec![0_usize; nodes.len()];
+        let mut times = vec![0_usize; ranks as usize];
+        for (index, children) in nodes.iter().enumerate() {
+            if children.is_empty() {
+                return Err(TreeError::Childless(index));
+            }
+            for &child in children {
+                match child {
+                    Child::Node(node) => match parents.get_mut(node) {
+                        Some(parents) => *parents += 1,
+                        None => return Err(TreeError::Node { node, nodes: nodes.len(), parents: 1 }),
+                    },
+                    Child::Rank(rank) => match times.get_mut(rank.0 as usize) {
+                        Some(times) => *times += 1,
+                        None => return Err(TreeError::Rank { rank, times: 1, ranks }),
+                    },
+                }
+            }
+        }
+        let wrong = parents.iter().enumerate().position(|(node, &parents)| parents != usize::from(node != 0));
+        if let Some(node) = wrong {
+            return Err(TreeError::Node { node, nodes: nodes.len(), parents: parents[node] });
+        }
+        if let Some(rank) = times.iter().position(|&times| times != 1) {
+            return Err(TreeError::Rank { rank: Rank(rank as u32), times: times[rank], ranks });
+        }
+        let descent = descent(&nodes);
+        // One parent each, and yet not below the root: a circle.
+        if descent.len() < nodes.len() {
+            let node = (0..nodes.len()).find(|node| !descent.contains(node)).unwrap_or(0);
+            return Err(TreeError::Node { node, nodes: nodes.len(), parents: 1 });
+        }
+        Ok(Self { nodes, ranks, is_fold, descent })
+    }
+
+    /// Describe one node with all ranks as its children.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn flat(ranks: u32, order: Order) -> Result<Self, TreeError> {
+        Self::new(vec![(0..ranks).map(|rank| Child::Rank(Rank(rank))).collect()], ranks, order)
+    }
+
+    /// Describe a plan's tree.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn of_plan(plan: &Plan, order: Order) -> Result<Self, TreeError> {
+        let nodes = plan.nodes.iter().map(|node| node.children.clone()).collect();
+        Self::new(nodes, plan.ranks.len() as u32, order)
+    }
+
+    /// Return the number of ranks.
+    pub const fn ranks(&self) -> u32 {
+        self.ranks
+    }
+
+    /// Evaluate the expression: the definition that everything else is compared with.
+    pub fn evaluate<T>(&self, input: impl Fn(Rank) -> T, mut combine: impl FnMut(T, T) -> T) -> T {
+        let mut values: Vec<Option<T>> = self.nodes.iter().map(|_| None).collect();
+        for &node in self.descent.iter().rev() {
+            let operand = |child: &Child| match *child {
+                Child::Rank(rank) => Some(input(rank)),
+                Child::Node(node) => values[node].take(),
+            };
+            let operands: Vec<T> = self.nodes[node].iter().filter_map(operand).collect();
+            let value =
+                if self.is_fold { operands.into_iter().reduce(&mut combine) } else { pair_up(operands, &mut combine) };
+            values[node] = value;
+        }
+        values.swap_remove(0).expect("there is a root, and each node has a child: `new` has seen to that")
+    }
+
+    /// Return who plays each node of a reduction to `root`.
+    fn players(&self, root: Rank) -> Vec<Rank> {
+        let mut players = vec![root; self.nodes.len()];
+        for &node in self.descent.iter().rev() {
+            let of = |child: &Child| match *child {
+                Child::Rank(rank) => rank,
+                Child::Node(node) => players[node],
+            };
+            let mut players_below = self.nodes[node].iter().map(of);
+            let first = players_below.next().unwrap_or(root);
+            players[node] = if players_below.any(|player| player == root) { root } else { first };
+        }
+        players
+    }
+}
+
+/// Return the nodes that can be reached from node 0, parents first. Each has one parent, so none comes twice.
+fn descent(nodes: &[Vec<Child>]) -> Vec<usize> {
+    let mut descent: Vec<usize> = (0..nodes.len().min(1)).collect();
+    let mut next = 0;
+    while let Some(&node) = descent.get(next) {
+        descent.extend(nodes[node].iter().filter_map(|child| match *child {
+            Child::Node(node) => Some(node),
+            Child::Rank(_) => None,
+        }));
+        next += 1;
+    }
+    descent
+}
+
+/// Combine neighbours, then pairs of pairs; an odd one out moves up as it is.
+fn pair_up<T>(mut operands: Vec<T>, combine: &mut impl FnMut(T, T) -> T) -> Option<T> {
+    while operands.len() > 1 {
+        let mut level = Vec::with_capacity(operands.len().div_ceil(2));
+        let mut rest = operands.into_iter();
+        while let Some(left) = rest.next() {
+            level.push(match rest.next() {
+                Some(right) => combine(left, right),
+                None => left,
+            });
+        }
+        operands = level;
+    }
+    operands.pop()
+}
+
+/// Schedule a reduction of `count` elements to `root`, which alone has an output, along the tree.
+///
+/// `tree` is over `place.ranks()` ranks, and `root` is one of them.
+pub fn reduce(place: Place, count: usize, tree: &Tree, root: Rank) -> Schedule {
+    let output = if place.rank() == root { count } else { 0 };
+    let layout = Layout { input: count, output, in_place_at: Some(0), ..Layout::default() };
+    let mut schedule = Schedule::reducing(place, layout);
+    push_reduce(&mut schedule, count, tree, root);
+    schedule
+}
+
+/// Schedule an all-reduce of `count` elements: up along the tree, and down by a binomial broadcast.
+///
+/// `tree` is over `place.ranks()` ranks.
+pub fn all_reduce(place: Place, count: usize, tree: &Tree) -> Schedule {
+    let layout = Layout { input: count, output: count, in_place_at: Some(0), ..Layout::default() };
+    let mut schedule = Schedule::reducing(place, layout);
+    // The planner's children are in the order of their lowest rank: rank 0 plays the root node without a message.
+    push_reduce(&mut schedule, count, tree, Rank(0));
+    push_broadcast(&mut schedule, count, Rank(0));
+    schedule
+}
+
+fn push_reduce(schedule: &mut Schedule, count: usize, tree: &Tree, root: Rank) {
+    let me = schedule.place().rank();
+    let players = tree.players(root);
+    let whole = Span::first(count);
+    // Where this rank has the values of the nodes that it has played.
+    let mut values: HashMap<usize, usize> = HashMap::new();
+    let mut slots = 0;
+    for &node in tree.descent.iter().rev() {
+        let children = &tree.nodes[node];
+        let player = players[node];
+        if player != me {
+            for child in children {
+                let from = match *child {
+                    Child::Rank(rank) if rank == me => Some(Buffer::Input.at(whole)),
+                    Child::Node(child) => values.get(&child).map(|&value| slot(value, count)),
+                    Child::Rank(_) => None,
+                };
+                if let Some(from) = from {
+                    schedule.exchange(&[Send { peer: player, from }], &[]);
+                }
+            }
+            continue;
+        }
+        // A value that this rank has as a later child stays below the ones that wait for it.
+        let own = |child: &Child| match child {
+            Child::Node(child) => values.get(child).copied(),
+            Child::Rank(_) => None,
+        };
+        let first = own(&children[0]);
+        let base = first.or_else(|| children.iter().find_map(own).map(|slot| slot + 1)).unwrap_or(0);
+        let mut stack = Stack { base, count, is_fold: tree.is_fold, values: Vec::new(), slots: 0 };
+        for child in children {
+            let held = match *child {
+                Child::Rank(rank) if rank == me => Some(Buffer::Input.at(whole)),
+                Child::Node(child) => values.get(&child).map(|&value| slot(value, count)),
+                Child::Rank(_) => None,
+            };
+            match (held, *child) {
+                (Some(held), _) => stack.take_own(schedule, held),
+                (None, Child::Rank(rank)) => stack.take_from(schedule, rank, Buffer::Input),
+                (None, Child::Node(child)) => stack.take_from(schedule, players[child], Buffer::Work),
+            }
+        }
+        stack.collapse(schedule);
+        slots = slots.max(stack.slots);
+        values.insert(node, base);
+    }
+    schedule.set_work(slots * count);
+    if let Some(&value) = values.get(&0) {
+        schedule.move_locally(&[Local::copy(slot(value, count), Buffer::Output.at(whole))]);
+    }
+}
+
+/// The values that a player holds while it takes a node's children in.
+struct Stack {
+    /// The slot of the first value.
+    base: usize,
+    count: usize,
+    is_fold: bool,
+    /// How many children each value has, and where it is.
+    values: Vec<(usize, Region)>,
+    /// The slots used.
+    slots: usize,
+}
+
+impl Stack {
+    /// Take in a child's value that another rank has.
+    fn take_from(&mut self, schedule: &mut Schedule, peer: Rank, sent_from: Buffer) {
+        let landing = self.landing();
+        schedule.exchange(&[], &[Recv { peer, sent_from, landing }]);
+        self.settle(schedule, landing.to);
+    }
+
+    /// Take in a child's value that this rank has itself.
+    fn take_own(&mut self, schedule: &mut Schedule, held: Region) {
+        let landing = self.landing();
+        if landing.to != held {
+            schedule.move_locally(&[Local { from: held, landing }]);
+        }
+        self.settle(schedule, landing.to);
+    }
+
+    /// Return what to do with the next child: combine it with its left neighbour, or let it wait.
+    fn landing(&mut self) -> Landing {
+        match self.values.last() {
+            Some(&(children, left)) if self.is_fold || children == 1 => Landing::combine(left, Side::Right, left),
+            _ => {
+                let at = self.base + self.values.len();
+                self.slots = self.slots.max(at + 1);
+                Landing::copy(slot(at, self.count))
+            }
+        }
+    }
+
+    /// Note where the child has gone, and join blocks of one size.
+    fn settle(&mut self, schedule: &mut Schedule, to: Region) {
+        match self.values.last_mut() {
+            Some((children, left)) if *left == to => *children += 1,
+            _ => self.values.push((1, to)),
+        }
+        while let [.., (left, _), (right, _)] = self.values[..]
+            && left == right
+        {
+            self.join(schedule);
+        }
+    }
+
+    /// Join what is left, from the right.
+    fn collapse(&mut self, schedule: &mut Schedule) {
+        while self.values.len() > 1 {
+            self.join(schedule);
+        }
+    }
+
+    fn join(&mut self, schedule: &mut Schedule) {
+        if let (Some((right, from)), Some((left, to))) = (self.values.pop(), self.values.last_mut()) {
+            *left += right;
+            let landing = Landing::combine(*to, Side::Right, *to);
+            schedule.push(Step { locals: &[Local { from, landing }], ..Step::default() });
+        }
+    }
+}
+
+/// Return a place for one value in `Work`.
+const fn slot(index: usize, count: usize) -> Region {
+    Buffer::Work.at(Span { start: index * count, len: count })
+}

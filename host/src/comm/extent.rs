@@ -1,0 +1,166 @@
+//! How long an operation's buffers have to be, and where input and output lie if they are one buffer.
+//!
+//! `n` is the operation's count: the elements of all blocks where ranks own blocks, which are those of
+//! [`Span::of_blocks`] (equal where the number of ranks divides n).
+//!
+//! | collective | input | output | in place |
+//! |---|---|---|---|
+//! | all-reduce | n | n | n |
+//! | reduce | n | n at the root, else 0 | n |
+//! | broadcast | n at the root, else 0 | n | n |
+//! | reduce-scatter | n | own block | n; the output is the own block in it |
+//! | all-gather | own block | n | n; the input is the own block in it |
+//! | gather | own block | n at the root, else 0 | as all-gather at the root, else the own block |
+//! | scatter | n at the root, else 0 | own block | as reduce-scatter at the root, else the own block |
+//! | all-to-all | n | N own blocks | n, in equal blocks |
+
+use super::error::Error;
+use crate::coll::{Place, Span};
+use crate::exec::Buffers;
+use std::ops::Range;
+use sumac_hal::op::{Collective, OpDesc};
+
+/// The bytes of an operation's buffers at one rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Extent {
+    /// The length of one buffer for both.
+    pub(super) whole: usize,
+    /// Where the input lies in it; its length alone, if it is a buffer of its own.
+    pub(super) input: Range<usize>,
+    /// The same of the output.
+    pub(super) output: Range<usize>,
+}
+
+impl Extent {
+    /// Work out the buffers of an operation at `place`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the root is no rank, or the buffers are beyond the address space.
+    pub(super) fn of(desc: &OpDesc, place: Place) -> Result<Self, Error> {
+        let (rank, ranks) = (place.rank(), place.ranks());
+        if desc.collective.is_rooted() && desc.root.0 >= ranks {
+            return Err(Error::Argument(format!("root {} of {ranks} ranks; they count from 0", desc.root.0)));
+        }
+        let each = desc.element_bytes();
+        let beyond = || Error::Argument(format!("{desc}: {} elements are beyond the address space", desc.count));
+        let count = usize::try_from(desc.count).map_err(|_| beyond())?;
+        count.checked_mul(each.max(1)).ok_or_else(beyond)?;
+        let all = 0..count * each;
+        let own = Span::of_blocks(count, ranks, rank.0, rank.0 + 1);
+        let own = own.start * each..own.end() * each;
+        let alone = 0..own.len();
+        let at_root = rank == desc.root;
+        let (input, output) = match desc.collective {
+            Collective::Reduce => (all.clone(), if at_root { all } else { 0..0 }),
+            Collective::Broadcast => (if at_root { all.clone() } else { 0..0 }, all),
+            Collective::ReduceScatter => (all, own),
+            Collective::AllGather => (own, all),
+            Collective::Gather if at_root => (own, all),
+            Collective::Gather => (alone, 0..0),
+            Collective::Scatter if at_root => (all, own),
+            Collective::Scatter => (0..0, alone),
+            Collective::Barrier => (0..0, 0..0),
+            Collective::AllToAll => (all, 0..ranks as usize * own.len()),
+            _ => (all.clone(), all),
+        };
+        Ok(Self { whole: input.end.max(output.end), input, output })
+    }
+
+    /// Check that the caller's buffers are as long as they have to be.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] names both lengths.
+    pub(super) fn check(&self, desc: &OpDesc, buffers: &Buffers<'_>) -> Result<(), Error> {
+        let check = |what, found: usize, expected: usize| match found == expected {
+            true => Ok(()),
+            false => {
+                Err(Error::Argument(format!("{what} of {found} bytes for {desc}, which needs {expected} at this rank")))
+            }
+        };
+        match buffers {
+            Buffers::InPlace(buffer) => check("a buffer", buffer.len(), self.whole),
+            Buffers::Separate { input, output } => {
+                check("an input", input.len(), self.input.len())?;
+                check("an output", output.len(), self.output.len())
+            }
+        }
+    }
+
+    /// Return the input in the caller's buffers.
+    pub(super) fn input<'b>(&self, buffers: &'b Buffers<'_>) -> &'b [u8] {
+        match buffers {
+            Buffers::InPlace(buffer) => &buffer[self.input.clone()],
+            Buffers::Separate { input, .. } => input,
+        }
+    }
+
+    /// Return the output in the caller's buffers.
+    pub(super) fn output<'b>(&self, buffers: &'b mut Buffers<'_>) -> &'b mut [u8] {
+        match buffers {
+            Buffers::InPlace(buffer) => &mut buffer[self.output.clone()],
+            Buffers::Separate { output, .. } => output,
+        }
+    }
+
+    /// Put what a rank contributes by moving it to where it would receive it: a tree does not send it back.
+    pub(super) fn keep_own(&self, desc: &OpDesc, buffers: &mut Buffers<'_>) {
+        if let (Buffers::Separate { input, output }, Collective::Broadcast | Collective::AllGather) =
+            (buffers, desc.collective)
+        {
+            // An all-gather's own block begins in the output where it would in a buffer for both.
+            output[self.input.start..][..input.len()].copy_from_slice(input);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::coll::tree::Tree;
+    use crate::coll::{ALGORITHMS, Buffer, Pattern, Problem};
+    use sumac_hal::ctrl::Order;
+    use sumac_hal::ids::Rank;
+    use sumac_hal::op::{Dtype, ReduceOp};
+
+    /// The buffers of a communicator are those of every schedule for the same collective.
+    #[test]
+    fn schedules_have_the_same_buffers() {
+        for algorithm in ALGORITHMS {
+            for (ranks, count) in [(1, 5), (2, 0), (3, 7), (4, 8), (7, 3), (8, 100)] {
+                let tree = Tree::flat(ranks, Order::TreeFold).expect("a tree");
+                for place in Place::all(ranks) {
+                    for root in (0..ranks).map(Rank) {
+                        let schedule = (algorithm.schedule)(&Problem { place, count, root, tree: &tree });
+                        let collective = algorithm.pattern.collective();
+                        let op = collective.reduces().then_some(ReduceOp::Sum);
+                        let dtype = (algorithm.pattern != Pattern::Barrier).then_some(Dtype::I16);
+                        let desc = OpDesc { collective, dtype, op, root, count: count as u64 };
+                        let extent = Extent::of(&desc, place).expect("a root that is a rank");
+                        let layout = schedule.layout();
+                        let lens =
+                            [Buffer::Input, Buffer::Output].map(|buffer| layout.len(buffer) * desc.element_bytes());
+                        assert_eq!([extent.input.len(), extent.output.len()], lens, "{algorithm:?} {desc} {place:?}");
+                        if let Some(at) = layout.in_place_at {
+                            let offset = extent.input.start.max(extent.output.start);
+                            assert_eq!(offset, at * desc.element_bytes(), "{algorithm:?} {desc} {place:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn wrong_lengths_are_named_with_both_figures() {
+        let desc = OpDesc::reduce_scatter(Dtype::F32, ReduceOp::Sum, 8);
+        let extent = Extent::of(&desc, Place::new(Rank(1), 4).expect("inside")).expect("fits");
+        let (input, mut output) = ([0; 32], [0; 4]);
+        let error = extent.check(&desc, &Buffers::Separate { input: &input, output: &mut output });
+        let text = error.expect_err("too short").to_string();
+        assert!(text.contains("4 bytes") && text.contains("needs 8"), "{text}");
+        let far = OpDesc { count: u64::MAX, ..desc };
+        assert!(Extent::of(&far, Place::new(Rank(1), 4).expect("inside")).is_err());
+        let rootless = OpDesc::broadcast(Dtype::F32, Rank(4), 8);
+        assert!(Extent::of(&rootless, Place::new(Rank(1), 4).expect("inside")).is_err());
+    }
+}

@@ -1,0 +1,228 @@
+//! How operations come on: packets of the tree, and schedules that run in the order of posting.
+//!
+//! Progress is made by whoever calls: `wait`, `test` and blocking calls drive the tree's endpoint; a schedule runs
+//! when it is waited for, and drives the endpoint meanwhile.
+
+use super::core::{Core, InTree};
+use super::error::Error;
+use super::extent::Extent;
+use crate::coll::{ALGORITHMS, Problem, Schedule, pairwise};
+use crate::endpoint::{self, EndpointError, Event, OpId};
+use crate::exec::{Buffers, Context, ExecError, Interrupt, TreeDriver, execute};
+use std::collections::BTreeMap;
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
+use sumac_hal::ids::Rank;
+use sumac_hal::op::{Collective, OpDesc, Path};
+use sumac_hal::reduce::Kernel;
+use sumac_hal::udp::UdpPort;
+
+/// When a call has to end, and how long it was given.
+pub(super) type Deadline = (Instant, Duration);
+
+/// The buffers of the operation that a blocking call lends.
+pub(super) struct Lent<'c, 'b> {
+    pub(super) op: OpId,
+    pub(super) extent: &'c Extent,
+    pub(super) buffers: &'c mut Buffers<'b>,
+}
+
+/// The buffers of all operations in the tree: the one lent by a blocking call, and the started ones.
+struct InFlight<'c, 'b> {
+    owned: &'c mut BTreeMap<OpId, InTree>,
+    lent: Option<Lent<'c, 'b>>,
+}
+
+impl endpoint::Buffers for InFlight<'_, '_> {
+    fn input(&self, op: OpId) -> &[u8] {
+        match &self.lent {
+            Some(lent) if lent.op == op => lent.extent.input(lent.buffers),
+            _ => self.owned.get(&op).map_or(&[], InTree::input),
+        }
+    }
+
+    fn output(&mut self, op: OpId) -> &mut [u8] {
+        match &mut self.lent {
+            Some(lent) if lent.op == op => lent.extent.output(lent.buffers),
+            _ => self.owned.get_mut(&op).map_or(&mut [], InTree::output),
+        }
+    }
+}
+
+impl Core {
+    pub(super) fn run_in_tree(
+        &mut self,
+        desc: OpDesc,
+        extent: &Extent,
+        buffers: &mut Buffers<'_>,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        extent.keep_own(&desc, buffers);
+        let Some(op) = self.post(&desc, Path::Tree)? else { return Ok(()) };
+        while op.0 >= self.completed_below {
+            let lent = Lent { op, extent, buffers: &mut *buffers };
+            self.step(Some(lent), deadline).map_err(|error| match error {
+                Error::Deadline { waited, .. } => Error::Deadline { desc, waited },
+                other => other,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Drive the tree once and wait for the next packet.
+    pub(super) fn step(&mut self, lent: Option<Lent<'_, '_>>, (at, limit): Deadline) -> Result<(), Error> {
+        let completed = self.completed_below;
+        let next = self.pump(lent);
+        if let Some(error) = self.tree_error() {
+            return Err(error);
+        }
+        if self.completed_below > completed {
+            return Ok(());
+        }
+        let now = Instant::now();
+        if now >= at {
+            return Err(Error::Deadline { desc: OpDesc::barrier(), waited: limit });
+        }
+        let mut wait = at - now;
+        if let Some(next) = next {
+            wait = wait.min(next);
+        }
+        if let Some(rank) = self.lost.rank() {
+            // What it had contributed may still complete: that is on its way already, or never comes.
+            if now >= at.checked_sub(limit).unwrap_or(now) + GRACE {
+                return Err(Error::RankLost { rank });
+            }
+            wait = wait.min(GRACE / 4);
+        }
+        if let Some(tree) = self.tree.as_mut().filter(|_| !wait.is_zero()) {
+            tree.wait(Some(wait));
+        }
+        Ok(())
+    }
+
+    fn tree_error(&self) -> Option<Error> {
+        self.tree.as_ref().and_then(|tree| tree.endpoint().error()).map(Error::from)
+    }
+
+    /// Drive the tree without waiting; returns when it wants to be driven again.
+    pub(super) fn pump(&mut self, lent: Option<Lent<'_, '_>>) -> Option<Duration> {
+        let tree = self.tree.as_mut()?;
+        let mut buffers = InFlight { owned: &mut self.owned, lent };
+        let next = tree.pump(&mut buffers);
+        while let Some(event) = tree.endpoint_mut().poll_event() {
+            if let Event::Completed(op) = event {
+                self.completed_below = op.0 + 1;
+            }
+        }
+        next
+    }
+
+    /// Post an operation in the tree, which runs there or is told what runs elsewhere.
+    pub(super) fn post(&mut self, desc: &OpDesc, path: Path) -> Result<Option<OpId>, Error> {
+        let Some(tree) = &mut self.tree else { return Ok(None) };
+        Ok(Some(tree.endpoint_mut().post(*desc, path)?))
+    }
+
+    /// Tell the tree what this rank calls by a schedule, so that ranks which call different things find out. A tree
+    /// that is lost can't be told, and a schedule does not need it.
+    pub(super) fn tell_tree(&mut self, desc: &OpDesc, path: Path) -> Result<Option<OpId>, Error> {
+        match self.post(desc, path) {
+            Err(Error::PathLost | Error::GroupLost) => Ok(None),
+            other => other,
+        }
+    }
+
+    /// Make the schedule of a path; of any path, for a communicator of one rank.
+    pub(super) fn schedule(&self, desc: &OpDesc, path: Path, buffers: &Buffers<'_>) -> Result<Schedule, Error> {
+        let count = usize::try_from(desc.count).map_err(|_| Error::Argument(format!("{} elements", desc.count)))?;
+        if let (Collective::AllToAll, Buffers::InPlace(_)) = (desc.collective, buffers) {
+            let ranks = self.config.world as usize;
+            if !count.is_multiple_of(ranks) {
+                let what =
+                    format!("{count} elements in place are not {ranks} equal blocks; use an input and an output");
+                return Err(Error::Argument(what));
+            }
+            return Ok(pairwise::all_to_all_in_place(self.mesh.place(), count / ranks));
+        }
+        let of = ALGORITHMS.iter().filter(|algorithm| algorithm.pattern.collective() == desc.collective);
+        let algorithm = of.into_iter().find(|algorithm| path == Path::Local || algorithm.path() == path);
+        let no_schedule = || Error::Argument(format!("{} is no schedule for {}", path.name(), desc.collective));
+        let problem =
+            Problem { place: self.mesh.place(), count, root: desc.root, tree: self.situation.declared.tree() };
+        Ok((algorithm.ok_or_else(no_schedule)?.schedule)(&problem))
+    }
+
+    pub(super) fn run_schedule(
+        &mut self,
+        (desc, path): (&OpDesc, Path),
+        schedule: &Schedule,
+        buffers: Buffers<'_>,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let kernel = desc.dtype.zip(desc.op).and_then(|(dtype, op)| Kernel::new(dtype, op));
+        let ctx = Context {
+            op_index: self.scheduled,
+            signature: desc.signature(path, self.situation.table.version),
+            desc: *desc,
+            path,
+            deadline: deadline.0,
+        };
+        self.scheduled += 1;
+        let mut along = Along {
+            tree: self.tree.as_mut(),
+            owned: &mut self.owned,
+            completed_below: &mut self.completed_below,
+            rank: Rank(self.config.rank),
+            wake_at: None,
+            mismatch: None,
+        };
+        // What is told to the tree leaves before the schedule begins.
+        along.check()?;
+        let result = execute(&mut self.mesh, schedule, kernel.as_ref(), buffers, &ctx, &mut along);
+        match (result, along.mismatch) {
+            (Err(_), Some(error)) => Err(error.into()),
+            (result, _) => Ok(result?),
+        }
+    }
+}
+
+/// The tree's endpoint, driven from within a schedule's poll loop.
+struct Along<'c> {
+    tree: Option<&'c mut TreeDriver<UdpPort>>,
+    owned: &'c mut BTreeMap<OpId, InTree>,
+    completed_below: &'c mut u64,
+    rank: Rank,
+    wake_at: Option<Instant>,
+    mismatch: Option<EndpointError>,
+}
+
+impl Interrupt for Along<'_> {
+    fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.tree.as_ref().map(|tree| tree.port().poll_fd())
+    }
+
+    fn check(&mut self) -> Result<(), ExecError> {
+        let Some(tree) = &mut self.tree else { return Ok(()) };
+        let next = tree.pump(&mut InFlight { owned: &mut *self.owned, lent: None });
+        self.wake_at = next.map(|next| Instant::now() + next);
+        while let Some(event) = tree.endpoint_mut().poll_event() {
+            match event {
+                Event::Completed(op) => *self.completed_below = op.0 + 1,
+                Event::Failed(error @ EndpointError::Mismatch { .. }) => {
+                    self.mismatch = Some(error);
+                    return Err(ExecError::Interrupted { rank: self.rank, reason: error.to_string() });
+                }
+                // The schedule does not need the tree; whoever uses it next hears of its loss.
+                Event::Failed(error) => tracing::warn!(%error, "the tree is lost during a schedule"),
+            }
+        }
+        Ok(())
+    }
+
+    fn wake_at(&self) -> Option<Instant> {
+        self.wake_at
+    }
+}
+
+/// How long an operation goes on after a rank was lost.
+const GRACE: Duration = Duration::from_millis(250);

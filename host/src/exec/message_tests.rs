@@ -1,0 +1,242 @@
+//! Messages between two ranks: alone, beside schedules, and every way to fail.
+
+use super::message::{Direction, Message, POSTS_MAX, Ticket, poll, transfer, wait};
+use super::tests::{FAR, all_reduce, context, meshes, on_ranks};
+use super::*;
+use crate::coll::pairwise;
+use std::time::{Duration, Instant};
+use sumac_hal::ids::Rank;
+use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
+
+fn payload(from: Rank, to: Rank, nth: usize, len_bytes: usize) -> Vec<u8> {
+    let salt = from.0 as usize * 31 + to.0 as usize * 7 + nth * 3;
+    (0..len_bytes).map(|at| (at * 13 + salt) as u8).collect()
+}
+
+fn post(mesh: &mut Mesh, peer: Rank, direction: Direction, tag: u32, bytes: Vec<u8>) -> Ticket {
+    mesh.post(peer, direction, tag, Box::new(bytes)).expect("posted")
+}
+
+fn finish(mesh: &mut Mesh, ticket: Ticket) -> Vec<u8> {
+    let buffer = wait(mesh, ticket, Instant::now() + FAR, &mut NoInterrupt).expect("through");
+    *buffer.into_any().downcast().expect("a vector of bytes")
+}
+
+fn group(mesh: &mut Mesh, messages: &mut [Message<'_>]) -> Result<(), ExecError> {
+    transfer(mesh, messages, Instant::now() + FAR, &mut NoInterrupt)
+}
+
+fn ones(mesh: &mut Mesh, op_index: u64) -> Result<(), ExecError> {
+    let mut buf = 1_i32.to_le_bytes().repeat(1000);
+    all_reduce(mesh, op_index, Path::Ring, Dtype::I32, ReduceOp::Sum, &mut buf)?;
+    assert_eq!(buf, mesh.place().ranks().to_le_bytes().repeat(1000));
+    Ok(())
+}
+
+#[test]
+fn a_group_of_any_length_goes_round_without_blocking() {
+    for ranks in [2_u32, 3, 5] {
+        on_ranks(&mut meshes(ranks), |mesh| {
+            let (own, next, previous) = (mesh.place().rank(), mesh.place().after(1), mesh.place().before(1));
+            for (nth, len_bytes) in [0, 1, 1000, 8 << 20, 3].into_iter().enumerate() {
+                let sent = payload(own, next, nth, len_bytes);
+                let mut received = vec![0xa5; len_bytes];
+                let messages = &mut [
+                    Message::Send { peer: next, tag: nth as u32, bytes: &sent },
+                    Message::Receive { peer: previous, tag: nth as u32, bytes: &mut received },
+                ];
+                group(mesh, messages).expect("no error");
+                assert!(received == payload(previous, own, nth, len_bytes), "{nth} at {own}");
+            }
+            assert_eq!(mesh.sent_bytes(), (8 << 20) + 1004);
+        });
+    }
+}
+
+#[test]
+fn the_nth_sent_meets_the_nth_received_whatever_else_goes_on() {
+    let ranks = 4_u32;
+    on_ranks(&mut meshes(ranks), |mesh| {
+        let own = mesh.place().rank();
+        let others: Vec<_> = (0..ranks).map(Rank).filter(|&peer| peer != own).collect();
+        let mut tickets = Vec::new();
+        for nth in 0..20 {
+            for &peer in &others {
+                let len_bytes = (nth * 37 + 1) * (own.0 + peer.0) as usize * 50;
+                post(mesh, peer, Direction::Send, nth as u32, payload(own, peer, nth, len_bytes));
+                let ticket = post(mesh, peer, Direction::Receive, nth as u32, vec![0; len_bytes]);
+                tickets.push((ticket, payload(peer, own, nth, len_bytes)));
+            }
+            if nth % 5 == own.0 as usize {
+                poll(mesh, &mut NoInterrupt).expect("no error");
+            }
+            if nth % 7 == 0 {
+                ones(mesh, nth as u64 / 7).expect("no error");
+            }
+        }
+        // The last is waited for first.
+        for (ticket, right) in tickets.into_iter().rev() {
+            assert!(finish(mesh, ticket) == right);
+        }
+        // Who leaves now might leave sends behind: a schedule at the end drives them too.
+        ones(mesh, 3).expect("no error");
+        while !mesh.messages.is_idle() {
+            poll(mesh, &mut NoInterrupt).expect("no error");
+        }
+        ones(mesh, 4).expect("no error");
+    });
+}
+
+#[test]
+fn a_receive_before_a_schedule_gets_what_was_posted_before_the_same_schedule() {
+    // On one stream the message would stand behind frames that rank 1 can't take yet.
+    let len_bytes = 8 << 20;
+    on_ranks(&mut meshes(2), |mesh| {
+        if mesh.place().rank() == Rank(0) {
+            let ticket = post(mesh, Rank(1), Direction::Send, 0, payload(Rank(0), Rank(1), 0, len_bytes));
+            ones(mesh, 0).expect("no error");
+            ones(mesh, 1).expect("no error");
+            finish(mesh, ticket);
+        } else {
+            ones(mesh, 0).expect("no error");
+            let mut received = vec![0; len_bytes];
+            group(mesh, &mut [Message::Receive { peer: Rank(0), tag: 0, bytes: &mut received }]).expect("no error");
+            assert!(received == payload(Rank(0), Rank(1), 0, len_bytes));
+            ones(mesh, 1).expect("no error");
+        }
+    });
+}
+
+#[test]
+fn another_tag_or_length_is_the_same_error_at_every_rank() {
+    for (tag, len_bytes) in [(8, 100), (7, 101), (7, 0)] {
+        let mut meshes = meshes(3);
+        let results = on_ranks(&mut meshes, |mesh| match mesh.place().rank() {
+            Rank(0) => group(mesh, &mut [Message::Send { peer: Rank(1), tag: 7, bytes: &[0; 100] }])
+                .and_then(|()| ones(mesh, 0)),
+            Rank(1) => {
+                let bytes = &mut vec![0; len_bytes];
+                group(mesh, &mut [Message::Receive { peer: Rank(0), tag, bytes }]).and_then(|()| ones(mesh, 0))
+            }
+            _ => ones(mesh, 0),
+        });
+        let (from, to) = (Rank(0), Rank(1));
+        let expected = (tag, len_bytes as u64);
+        let error = Err(ExecError::Message { from, to, number: 0, sent: (7, 100), expected });
+        assert_eq!(results, [error.clone(), error.clone(), error.clone()]);
+        assert_eq!(group(&mut meshes[0], &mut [Message::Send { peer: to, tag: 7, bytes: &[] }]), error);
+    }
+}
+
+#[test]
+fn a_passed_deadline_is_everybodys_error() {
+    let mut meshes = meshes(3);
+    let results = on_ranks(&mut meshes[..2], |mesh| {
+        let peer = Rank(1 - mesh.place().rank().0);
+        let patience = if peer == Rank(0) { Duration::from_millis(50) } else { FAR };
+        let bytes = &mut [0; 4];
+        transfer(mesh, &mut [Message::Receive { peer, tag: 0, bytes }], Instant::now() + patience, &mut NoInterrupt)
+    });
+    let error = Err(ExecError::MessageDeadline { rank: Rank(1), peer: Rank(0) });
+    assert_eq!(results, [error.clone(), error.clone()]);
+    assert_eq!(ones(&mut meshes[2], 0), error);
+}
+
+#[test]
+fn a_peer_that_dies_is_lost_to_sender_and_receiver() {
+    for direction in [Direction::Send, Direction::Receive] {
+        let mut meshes = meshes(2);
+        let dead = meshes.pop().expect("rank 1");
+        let mut alive = meshes.pop().expect("rank 0");
+        let result = std::thread::scope(|scope| {
+            let rank_1 = scope.spawn(move || {
+                let mut dead = dead;
+                ones(&mut dead, 0).expect("no error");
+                // A first message goes well; then the mesh is dropped, with the second on its way.
+                let mut byte = [0];
+                group(&mut dead, &mut [Message::Receive { peer: Rank(0), tag: 0, bytes: &mut byte }])
+                    .expect("no error");
+                group(&mut dead, &mut [Message::Send { peer: Rank(0), tag: 0, bytes: &byte }]).expect("no error");
+            });
+            ones(&mut alive, 0).expect("no error");
+            let mut byte = [0];
+            let mut first = [
+                Message::Send { peer: Rank(1), tag: 0, bytes: &[1] },
+                Message::Receive { peer: Rank(1), tag: 0, bytes: &mut byte },
+            ];
+            group(&mut alive, &mut first).expect("no error");
+            rank_1.join().expect("no panic");
+            let mut large = vec![0; 64 << 20];
+            let mut second = match direction {
+                Direction::Send => [Message::Send { peer: Rank(1), tag: 0, bytes: &large }],
+                Direction::Receive => [Message::Receive { peer: Rank(1), tag: 0, bytes: &mut large }],
+            };
+            group(&mut alive, &mut second)
+        });
+        assert_eq!(result, Err(ExecError::RankLost { rank: Rank(1) }));
+    }
+}
+
+#[test]
+fn a_rank_without_a_lane_that_leaves_is_lost_too() {
+    let results = on_ranks(&mut meshes(2), |mesh| {
+        ones(mesh, 0)?;
+        if mesh.place().rank() == Rank(0) {
+            return group(mesh, &mut [Message::Receive { peer: Rank(1), tag: 0, bytes: &mut [0; 4] }]);
+        }
+        // It goes away without a word, as a rank that is killed does.
+        mesh.links.iter_mut().for_each(|link| link.state = super::link::State::Ended);
+        Ok(())
+    });
+    assert_eq!(results, [Err(ExecError::RankLost { rank: Rank(1) }), Ok(())]);
+}
+
+#[test]
+fn what_can_not_be_a_message_is_refused_and_leaves_the_mesh_usable() {
+    let results = on_ranks(&mut meshes(2), |mesh| {
+        let own = mesh.place().rank();
+        for peer in [own, Rank(2)] {
+            let refused = group(mesh, &mut [Message::Send { peer, tag: 0, bytes: &[] }]);
+            assert!(matches!(refused, Err(ExecError::Invalid { .. })), "{refused:?}");
+            assert!(mesh.post(peer, Direction::Send, 0, Box::new(vec![])).is_err());
+        }
+        let peer = Rank(1 - own.0);
+        let sent = post(mesh, peer, Direction::Send, 0, vec![1, 2, 3]);
+        let received = post(mesh, peer, Direction::Receive, 0, vec![0; 3]);
+        assert!(mesh.take(received).is_none());
+        assert_eq!((finish(mesh, received), finish(mesh, sent)), (vec![1, 2, 3], vec![1, 2, 3]));
+        let again = wait(mesh, received, Instant::now() + FAR, &mut NoInterrupt);
+        assert!(matches!(again.err(), Some(ExecError::Invalid { .. })));
+        group(mesh, &mut []).expect("nothing to do");
+        ones(mesh, 0)
+    });
+    assert_eq!(results, [Ok(()), Ok(())]);
+    let mut alone = meshes(2);
+    for _ in 0..POSTS_MAX {
+        post(&mut alone[0], Rank(1), Direction::Receive, 0, Vec::new());
+    }
+    let refused = alone[0].post(Rank(1), Direction::Receive, 0, Box::new(Vec::new()));
+    assert!(matches!(refused.err(), Some(ExecError::Invalid { .. })));
+}
+
+#[test]
+fn counts_of_an_all_to_all_that_differ_have_a_name() {
+    for expected in [0_usize, 3, 5, 500_000] {
+        let results = on_ranks(&mut meshes(3), |mesh| {
+            let rank = mesh.place().rank().0 as usize;
+            let (sends, mut recvs) = ([4; 3], [4; 3]);
+            if rank == 2 {
+                recvs[0] = expected;
+            }
+            let schedule = pairwise::all_to_all_v(mesh.place(), &sends, &recvs).expect("consistent");
+            let ctx = context(7, OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, 1), Path::Ring);
+            let mut output = vec![0; schedule.layout().output * 4];
+            let buffers = Buffers::Separate { input: &[0; 48], output: &mut output };
+            execute(mesh, &schedule, None, buffers, &ctx, &mut NoInterrupt)
+        });
+        let (from, to, expected_bytes) = (Rank(0), Rank(2), expected as u64 * 4);
+        let error = ExecError::Length { from, to, op_index: 7, sent_bytes: 16, expected_bytes };
+        assert_eq!(results[2], Err(error.clone()));
+        assert!(results.iter().all(|result| *result == Ok(()) || *result == Err(error.clone())), "{results:?}");
+    }
+}
