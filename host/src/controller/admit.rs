@@ -44,6 +44,8 @@ pub(super) struct Placement {
     pub(super) nodes: Vec<PlacedNode>,
     /// Each rank's leaf and place there.
     ranks: Vec<(usize, ChildIndex)>,
+    /// Each rank's host, where a fabric names them.
+    hosts: Option<Vec<String>>,
     window_max: u16,
     slots: u16,
     chunk_len_bytes: u16,
@@ -70,6 +72,7 @@ pub(super) fn admit<'p>(
     };
     let plan = plan_tree(fabric, devices, used.clone(), requests)?;
     let mut placement = place(&plan, devices, (group, tree, epoch))?;
+    placement.hosts = config.fabric.as_ref().map(|_| plan.ranks.iter().map(|rank| rank.name.clone()).collect());
     placement.size(config, used, requests)?;
     if config.shared_answers && placement.on_one_host(requests) {
         placement.share();
@@ -177,6 +180,7 @@ fn place(
         max_children: plan.max_children as u32,
         nodes,
         ranks,
+        hosts: None,
         window_max: 0,
         slots: 0,
         chunk_len_bytes: 0,
@@ -325,6 +329,7 @@ impl Placement {
             group: self.group,
             epoch: self.epoch,
             leaf: node.device.name().to_owned(),
+            host: self.hosts.as_ref().map(|hosts| hosts[rank.0 as usize].clone()),
             child,
             key: node.secret.child_key(self.group, self.epoch, child),
             shared: self.shared_link(node),

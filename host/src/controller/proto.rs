@@ -131,6 +131,8 @@ pub struct TreeMembership {
     pub epoch: Epoch,
     /// The rank's leaf, by name.
     pub leaf: String,
+    /// The rank's host, where the controller knows a fabric: where its sub-communicators find it again.
+    pub host: Option<String>,
     /// Which child of the leaf it is.
     pub child: ChildIndex,
     /// The key of that link.

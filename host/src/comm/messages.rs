@@ -1,0 +1,160 @@
+//! Point to point: messages from one rank to another, beside collectives.
+//!
+//! The n-th message from a to b meets the n-th receive at b from a; tag and length must be the same at both ends. A
+//! blocking send may wait for its receiver. Collectives and messages don't wait for each other.
+
+use super::core::Core;
+use super::{CallOptions, Communicator, Element, Error, lock};
+use crate::exec::ExecError;
+use crate::exec::message::{self, Direction, Message, MessageBuffer, Ticket};
+use std::any::Any;
+use std::marker::PhantomData;
+use std::sync::{Arc, Mutex};
+use sumac_hal::ids::Rank;
+
+impl Communicator {
+    /// Send `values` to rank `to`, which receives them with the same tag.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn send<T: Element>(&self, values: &[T], to: u32, tag: u32) -> Result<(), Error> {
+        let bytes = bytemuck::cast_slice(values);
+        self.lock().transfer(&mut [Message::Send { peer: Rank(to), tag, bytes }], &CallOptions::default())
+    }
+
+    /// Receive as many values as `values` is long from rank `from`.
+    ///
+    /// # Errors
+    /// [`Error`]; if tag or length are not the sender's, both ends get one.
+    pub fn receive<T: Element>(&self, values: &mut [T], from: u32, tag: u32) -> Result<(), Error> {
+        let bytes = bytemuck::cast_slice_mut(values);
+        self.lock().transfer(&mut [Message::Receive { peer: Rank(from), tag, bytes }], &CallOptions::default())
+    }
+
+    /// Send and receive at the same time, as neighbours in a ring or a grid do: neither waits for the other.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn send_receive<T: Element>(
+        &self,
+        (values, to): (&[T], u32),
+        (received, from): (&mut [T], u32),
+        tag: u32,
+    ) -> Result<(), Error> {
+        let send = Message::Send { peer: Rank(to), tag, bytes: bytemuck::cast_slice(values) };
+        let receive = Message::Receive { peer: Rank(from), tag, bytes: bytemuck::cast_slice_mut(received) };
+        self.lock().transfer(&mut [send, receive], &CallOptions::default())
+    }
+
+    /// Start to send `values` to rank `to`; [`MessageHandle::wait`] gives them back.
+    ///
+    /// # Errors
+    /// [`Error`]; the values are gone then.
+    pub fn start_send<T: Element>(&self, values: Vec<T>, to: u32, tag: u32) -> Result<MessageHandle<T>, Error> {
+        self.post(values, to, tag, Direction::Send)
+    }
+
+    /// Start to receive `count` values from rank `from`; [`MessageHandle::wait`] gives them.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn start_receive<T: Element>(&self, count: usize, from: u32, tag: u32) -> Result<MessageHandle<T>, Error> {
+        self.post(vec![T::zeroed(); count], from, tag, Direction::Receive)
+    }
+
+    fn post<T: Element>(
+        &self,
+        values: Vec<T>,
+        peer: u32,
+        tag: u32,
+        direction: Direction,
+    ) -> Result<MessageHandle<T>, Error> {
+        let ticket = self.lock().post_message(Rank(peer), direction, tag, Box::new(Typed(values)))?;
+        Ok(MessageHandle { core: Arc::clone(&self.core), ticket, values: PhantomData })
+    }
+}
+
+/// A started message. Forgetting it is safe: the communicator keeps its memory.
+#[derive(Debug)]
+#[must_use = "a started message gives its values back when it is waited for"]
+pub struct MessageHandle<T> {
+    core: Arc<Mutex<Core>>,
+    ticket: Ticket,
+    values: PhantomData<T>,
+}
+
+impl<T: Element> MessageHandle<T> {
+    /// Wait until the message is through, and get its values.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn wait(self) -> Result<Vec<T>, Error> {
+        let buffer = lock(&self.core).wait_message(self.ticket, &CallOptions::default())?;
+        let values = buffer.into_any().downcast::<Typed<T>>();
+        values.map(|values| values.0).map_err(|_| Error::Argument("the message's values are gone".into()))
+    }
+}
+
+/// Values as a message's memory.
+struct Typed<T>(Vec<T>);
+
+impl<T: Element> MessageBuffer for Typed<T> {
+    fn bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.0)
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        bytemuck::cast_slice_mut(&mut self.0)
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any> {
+        self
+    }
+}
+
+impl Core {
+    fn transfer(&mut self, messages: &mut [Message<'_>], options: &CallOptions) -> Result<(), Error> {
+        self.usable()?;
+        let (deadline, _) = self.deadline(options);
+        let result = {
+            let (mesh, mut along) = self.along();
+            message::transfer(mesh, messages, deadline, &mut along)
+        };
+        self.message_result(result)
+    }
+
+    fn post_message(
+        &mut self,
+        peer: Rank,
+        direction: Direction,
+        tag: u32,
+        buffer: Box<dyn MessageBuffer>,
+    ) -> Result<Ticket, Error> {
+        self.usable()?;
+        let ticket = self.mesh.post(peer, direction, tag, buffer)?;
+        let result = {
+            let (mesh, mut along) = self.along();
+            message::poll(mesh, &mut along)
+        };
+        self.message_result(result)?;
+        Ok(ticket)
+    }
+
+    fn wait_message(&mut self, ticket: Ticket, options: &CallOptions) -> Result<Box<dyn MessageBuffer>, Error> {
+        let (deadline, _) = self.deadline(options);
+        let result = {
+            let (mesh, mut along) = self.along();
+            message::wait(mesh, ticket, deadline, &mut along)
+        };
+        self.message_result(result)
+    }
+
+    /// A message that fails ends the communicator, unless nothing was sent.
+    fn message_result<R>(&mut self, result: Result<R, ExecError>) -> Result<R, Error> {
+        result.map_err(|error| {
+            let error = Error::from(error);
+            self.note_end(&error);
+            error
+        })
+    }
+}
