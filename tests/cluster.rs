@@ -8,6 +8,9 @@ use std::thread;
 use std::time::Duration;
 use sumac::controller::{Controller, ControllerConfig};
 use sumac::{Algo, CallOptions, Error, JoinConfig, OpDesc, Order, Path, ReduceOp};
+use sumac_hal::ctrl::{Counters, DropReason};
+use sumac_hal::port::{Addr, Port};
+use sumac_hal::udp::{UdpConfig, UdpPort};
 
 fn input(rank: u32, i: usize) -> i64 {
     (i as i64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15_u64 as i64) ^ i64::from(rank).wrapping_mul(0x2545_f491_4f6c_dd1d)
@@ -186,5 +189,38 @@ fn a_device_that_stops_is_a_lost_path_and_no_hang() {
     // Rank 1 may have finished its part of the barrier late; either way nobody hangs and nobody gets a sum.
     for error in errors {
         assert!(matches!(error, Some(Error::PathLost | Error::RankLost { .. })), "{error:?}");
+    }
+}
+
+/// What the nodes of the tree count, the root and a leaf below it, while four ranks on two leaves add 586 chunks: more
+/// than are in flight at once.
+fn shared_answers(offered: bool, shards: u16) -> Vec<Counters> {
+    let config = ControllerConfig { shared_answers: offered, chunk_max_bytes: 4096, ..ControllerConfig::new() };
+    let cluster = Cluster::start_with(2, 2, shards, config);
+    cluster.run("shared", 4, plain, |comm| {
+        let mut buffer: Vec<i64> = (0..300_000).map(|i| input(comm.rank(), i)).collect();
+        let options = CallOptions { algo: Some(Algo::Tree), ..CallOptions::default() };
+        comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &options).expect("all-reduce");
+        assert!(buffer.iter().enumerate().all(|(i, &x)| x == expected(4, i)));
+    });
+    let status = sumac::controller::status(cluster.controller.local_addr()).expect("status");
+    let counters = status.devices.iter().map(|device| device.stats.as_ref().expect("it answers").counters);
+    counters.filter(|counters| counters.completed > 0).collect()
+}
+
+#[test]
+fn results_are_shared_where_the_controller_offers_it_and_the_kernel_can() {
+    assert!(shared_answers(false, 1).iter().all(|node| node.answers_shared == 0));
+    let mut port = UdpPort::bind(([127, 0, 0, 1], 0).into(), &UdpConfig::default()).expect("a port on loopback");
+    if !port.join(Addr::Udp(([239, 255, 78, 1], 20_001).into())) {
+        eprintln!("skipped: this machine does not let a socket join a multicast group on loopback");
+        return;
+    }
+    for shards in [1, 2] {
+        let nodes = shared_answers(true, shards);
+        // The root shares only what the leaf below it asks for, and each of the leaf's shards hears its own alone.
+        assert_eq!(nodes.len(), 2);
+        assert!(nodes.iter().all(|node| node.answers_shared > 0), "{nodes:?}");
+        assert!(nodes.iter().all(|node| node.dropped(DropReason::BadChild) == 0), "{nodes:?}");
     }
 }

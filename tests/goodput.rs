@@ -9,7 +9,7 @@ use sumac_hal::ctrl::Order;
 use sumac_hal::emu::LinkConfig;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 use sumac_tests::oracle::Shape;
-use sumac_tests::sim::{Faults, GroupOptions, Options, Report, Scenario, run};
+use sumac_tests::sim::{Faults, GroupOptions, Options, Report, Scenario, Sharing, run};
 
 const CHUNK_LEN_BYTES: u16 = 1008;
 const CHUNKS: u64 = 64;
@@ -36,6 +36,7 @@ fn measure(children: usize, loss: u16) -> Report {
             bandwidth_bytes_per_s: Some(12_500_000_000),
             receive_queue_bytes: Some(1 << 20),
         },
+        sharing: Sharing::Off,
         faults: Faults { loss, ..Faults::default() },
         skew_max: Duration::ZERO,
         scenario: Scenario::Calm,

@@ -36,7 +36,8 @@ fn swarm(kind: ScenarioKind, seeds: u64, marks: &[&str]) {
 }
 
 /// What every kind of cluster with lossy links runs into.
-const LOSSY: [&str; 13] = [
+const LOSSY: [&str; 15] = [
+    "answers shared",
     "answers resent",
     "contributions resent",
     "naks",
@@ -49,6 +50,7 @@ const LOSSY: [&str; 13] = [
     "drop: unexpected",
     "rank retransmits",
     "rank probes",
+    "rank shared results",
     "rank drops",
 ];
 

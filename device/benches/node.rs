@@ -177,6 +177,8 @@ impl Rig {
             order: Order::Arrival,
             secret: SECRET,
             parent_key: 0,
+            shared: None,
+            parent_shared: None,
             window_max: window as u16,
             slots: 2 * window as u16,
             chunk_len_bytes: chunk_len_bytes as u16,

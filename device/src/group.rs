@@ -3,13 +3,13 @@
 use crate::memory::Span;
 use crate::sets::SlotSet;
 use core::time::Duration;
-use sumac_hal::ctrl::GroupConfig;
+use sumac_hal::ctrl::{GroupConfig, SharedLink};
 use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::op::OpDesc;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
-use sumac_hal::uplink::Uplink;
+use sumac_hal::uplink::{Listening, Uplink};
 use sumac_hal::wire::NakReason;
 
 /// One child of a group. Boards allocate these; their content is the node's.
@@ -99,6 +99,8 @@ pub(crate) struct Parent {
     pub(crate) window: u16,
     /// The root's `stable`, as it came down last.
     pub(crate) stable: ChunkNo,
+    /// Whether contributions ask for shared results.
+    pub(crate) listening: Listening,
 }
 
 /// One aggregation group. Boards allocate these; their content is the node's.
@@ -111,6 +113,8 @@ pub struct Group {
     /// Chunk buffers a slot.
     pub(crate) stages: usize,
     pub(crate) parent: Option<Parent>,
+    /// Where one result goes to all children, and the key that they know it by.
+    pub(crate) shared: Option<SharedLink>,
     pub(crate) window: Window,
     /// What of the window can fall into this shard.
     pub(crate) window_local: u64,

@@ -48,6 +48,8 @@ pub struct Slot {
     pub(crate) data: ChildSet,
     /// Who wants the result.
     pub(crate) want: ChildSet,
+    /// Who of them listens to the shared address; nobody once the result went there.
+    pub(crate) shared: ChildSet,
     /// Who is to be sent the answer.
     pub(crate) pending: ChildSet,
     pub(crate) fold_next: u16,
@@ -69,6 +71,7 @@ impl Slot {
         bits: ChildSet::EMPTY,
         data: ChildSet::EMPTY,
         want: ChildSet::EMPTY,
+        shared: ChildSet::EMPTY,
         pending: ChildSet::EMPTY,
         fold_next: 0,
         value_len: 0,

@@ -22,6 +22,11 @@ pub struct TreeId(pub u32);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct ChildIndex(pub u16);
 
+impl ChildIndex {
+    /// Every child of a node at once: in packets down to the group's shared address.
+    pub const ALL: Self = Self(0xffff);
+}
+
 /// The number of a chunk, group-wide across operations; restarts only with the epoch (PROTOCOL 1).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct ChunkNo(pub u64);

@@ -15,7 +15,8 @@ use sha2::Sha256;
 pub struct GroupSecret(pub [u8; 16]);
 
 impl GroupSecret {
-    /// Return the key of one child's link.
+    /// Return the key of one child's link; for [`ChildIndex::ALL`] that of what goes down to all children, which each
+    /// of them knows.
     pub fn child_key(&self, group: GroupId, epoch: Epoch, child: ChildIndex) -> u64 {
         let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("HMAC takes keys of any length");
         mac.update(&group.0.to_le_bytes());

@@ -43,6 +43,19 @@
 //! A group's *epoch* is in every packet; a device that has restarted knows no groups, and says so. A child is known by a
 //! 64-bit key and pinned to the address that first used it.
 //!
+//! # Shared answers
+//!
+//! A node may have a *shared address* towards its children: what it sends there reaches each of them (on one host, IP
+//! multicast on loopback). A child that listens says so on each contribution (`SHARED`). A result that every child waits
+//! for, wants, and may get there goes once, to [`ids::ChildIndex::ALL`] with a key that all children have. Everything
+//! else stays between a node and one child: `Done`, `Status`, `Nak`, and each result that is sent again. So a copy that is
+//! lost, or an address at which nothing arrives, costs a request and no more; a child that has only ever been answered
+//! alone stops asking ([`uplink::Listening`]).
+//!
+//! Whoever is on the host can join the address and read results, which unicast leaves to root. Keys keep
+//! strangers from forging them. Siblings know each other's shared key, but a child takes results only from its node's
+//! address, which another process can't send from while the node has it.
+//!
 //! # Where this goes beyond the first design
 //!
 //! - A lost Result is sent again on a header-sized request, so a reply can be larger than what asked for it: only to a

@@ -66,10 +66,61 @@ pub struct Uplink {
     top_answer: Option<u64>,
     probe_at: Option<Instant>,
     backoff: u32,
-    probe: Option<(u32, Instant)>,
+    probe: Option<Asked>,
     probe_count: u32,
     /// When this hop last owed us nothing or last spoke; silence is counted from here.
     heard_at: Instant,
+}
+
+/// The probe that is out.
+#[derive(Debug, Clone, Copy)]
+struct Asked {
+    token: u32,
+    at: Instant,
+    /// What had been sent by then: its Status knows nothing of what came behind it.
+    sent_below: u64,
+}
+
+/// Whether a child asks for shared results: as long as there is no sign that it asks in vain.
+///
+/// A port can have joined an address and yet get nothing (a filter, a route). Each result would then be found missing
+/// and fetched; so after [`Listening::PATIENCE`] results that came to this child alone, and none that was shared, it
+/// asks no more. The same ends it where a sibling does not listen, and costs nothing then. A shared result that comes
+/// later, as a slow child finds it behind copies that it has asked for, proves that it can hear, and it asks again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Listening {
+    asks: bool,
+    /// Results that came alone so far; counted until the first shared one.
+    alone: Option<u8>,
+}
+
+impl Listening {
+    /// How many results may come alone before the first shared one.
+    pub const PATIENCE: u8 = 8;
+
+    /// Start; `joined` tells whether the port listens at all.
+    pub const fn new(joined: bool) -> Self {
+        Self { asks: joined, alone: Some(0) }
+    }
+
+    /// Tell whether contributions are to say that the child listens.
+    pub const fn asks(&self) -> bool {
+        self.asks
+    }
+
+    /// Note that something came to all children, be it of use or a copy of what is here.
+    pub fn on_shared(&mut self) {
+        self.alone = None;
+        self.asks = true;
+    }
+
+    /// Note a result that came to this child alone; true if the child has just given up.
+    pub fn on_alone(&mut self) -> bool {
+        let Some(alone) = self.alone.as_mut().filter(|_| self.asks) else { return false };
+        *alone += 1;
+        self.asks = *alone < Self::PATIENCE;
+        !self.asks
+    }
 }
 
 const WORDS: usize = (MAX_WINDOW / 64) as usize;
@@ -183,20 +234,17 @@ impl Uplink {
     /// that was not sent again since the probe. Returns false, and does nothing, if the token is not the last
     /// probe's.
     pub fn on_status(&mut self, token: u32, from: u64, bits: u64, now: Instant, mut resend: impl FnMut(u64)) -> bool {
-        let Some((expected, probed_at)) = self.probe else { return false };
-        if token != expected {
-            return false;
-        }
+        let Some(asked) = self.probe.filter(|asked| asked.token == token) else { return false };
         self.probe = None;
-        self.rtt.sample(now - probed_at);
+        self.rtt.sample(now - asked.at);
         self.heard_at = now;
         for i in 0..u64::from(crate::wire::BITMAP_SEQS) {
             let local = from.saturating_add(i);
-            if local >= self.sent_below || local < self.answered_below {
+            if local >= asked.sent_below || local < self.answered_below {
                 continue;
             }
             let sent_at = self.sent_at[(local % MAX_WINDOW) as usize];
-            let sent_since = stamp(probed_at).wrapping_sub(sent_at) as i32 <= 0 && stamp(probed_at) != sent_at;
+            let sent_since = stamp(asked.at).wrapping_sub(sent_at) as i32 <= 0 && stamp(asked.at) != sent_at;
             if bits & (1 << i) == 0 && !self.bit(local) && !sent_since {
                 resend(local);
             }
@@ -211,7 +259,7 @@ impl Uplink {
 
     /// Tell whether `token` is that of the probe that is out.
     pub fn is_probe_token(&self, token: u32) -> bool {
-        self.probe.is_some_and(|(expected, _)| expected == token)
+        self.probe.is_some_and(|asked| asked.token == token)
     }
 
     /// Return when to look again.
@@ -236,7 +284,7 @@ impl Uplink {
 
     fn draw_probe(&mut self, now: Instant) -> Probe {
         self.probe_count = self.probe_count.wrapping_add(1);
-        self.probe = Some((self.probe_count, now));
+        self.probe = Some(Asked { token: self.probe_count, at: now, sent_below: self.sent_below });
         let from = self.answered_below;
         let count = (self.sent_below - from).min(u64::from(crate::wire::BITMAP_SEQS));
         let held = (0..count).filter(|&i| self.bit(from + i)).fold(0, |bits, i| bits | 1 << i);
@@ -311,6 +359,18 @@ mod tests {
         assert_eq!(up.rtt().smoothed(), Some(Duration::from_millis(200)));
     }
 
+    /// A rank sends its probe and, in the same instant, what a window that has just opened allows.
+    #[test]
+    fn a_status_says_nothing_of_what_was_sent_behind_its_probe() {
+        let mut up = Uplink::new(TIMERS, 1);
+        (0..2).for_each(|n| up.on_sent(n, at(0)));
+        let probe = up.poll_probe(at(100_000)).expect("due");
+        (2..4).for_each(|n| up.on_sent(n, at(100_000)));
+        let mut resent = Vec::new();
+        assert!(up.on_status(probe.token, 0, 0b0001, at(200_000), |n| resent.push(n)));
+        assert_eq!(resent, [1]);
+    }
+
     #[test]
     fn silence_kills_the_hop_only_while_it_owes_something() {
         let mut up = Uplink::new(TIMERS, 1);
@@ -321,6 +381,17 @@ mod tests {
         assert!(up.is_dead(late + Duration::from_secs(5)));
         up.on_heard(late + Duration::from_secs(5));
         assert!(!up.is_dead(late + Duration::from_secs(6)));
+    }
+
+    #[test]
+    fn listening_in_vain_ends_and_once_heard_never() {
+        let mut listening = Listening::new(true);
+        assert!((1..Listening::PATIENCE).all(|_| !listening.on_alone() && listening.asks()));
+        assert!(listening.on_alone() && !listening.asks());
+        assert!(!listening.on_alone(), "told once");
+        listening.on_shared();
+        assert!((0..1000).all(|_| !listening.on_alone()) && listening.asks());
+        assert!(!Listening::new(false).asks());
     }
 
     #[test]

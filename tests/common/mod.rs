@@ -19,13 +19,18 @@ pub(crate) struct Cluster {
 impl Cluster {
     /// `leaves` devices with `hosts` hosts each.
     pub(crate) fn start(leaves: usize, hosts: usize) -> Self {
+        Self::start_with(leaves, hosts, 1, ControllerConfig::new())
+    }
+
+    /// The same with devices of `shards` shards, and all of `config` but the fabric.
+    pub(crate) fn start_with(leaves: usize, hosts: usize, shards: u16, config: ControllerConfig) -> Self {
         let spines = usize::from(leaves > 1);
         let fabric = Fabric::leaf_spine(LeafSpine { leaves, spines, hosts_per_leaf: hosts, cables: 1, rate: None });
         let fabric = fabric.expect("a valid shape");
         let names: Vec<String> = fabric.switches().iter().map(|switch| switch.name.clone()).collect();
-        let config = ControllerConfig { fabric: Some(fabric), ..ControllerConfig::new() };
+        let config = ControllerConfig { fabric: Some(fabric), ..config };
         let controller = Controller::start(config).expect("a controller on loopback");
-        let boards = names.into_iter().map(|name| board(name, controller.local_addr())).collect();
+        let boards = names.into_iter().map(|name| board(name, controller.local_addr(), shards)).collect();
         Self { controller, boards }
     }
 
@@ -52,8 +57,8 @@ impl Cluster {
 }
 
 /// Start a board and wait until the controller knows it.
-fn board(name: String, controller: SocketAddr) -> Board {
-    let config = BoardConfig { slot_memory_bytes: 16 << 20, ..BoardConfig::new(name, controller) };
+fn board(name: String, controller: SocketAddr, shards: u16) -> Board {
+    let config = BoardConfig { slot_memory_bytes: 16 << 20, shards, ..BoardConfig::new(name, controller) };
     let board = Board::start(config).expect("a board on loopback");
     assert!(board.wait_registered(Duration::from_secs(20)), "the controller does not answer");
     board

@@ -143,6 +143,9 @@ impl Live<'_> {
         let slot = &mut self.slots[index];
         let with_data = repr.kind == Kind::Data;
         slot.mark(child, with_data && refusal.is_none(), repr.flags.contains(Flags::WANT));
+        if repr.flags.contains(Flags::SHARED) {
+            slot.shared.insert(child);
+        }
         self.common.counters.contributions += 1;
         if let Some((reason, ops)) = refusal {
             self.refuse(index, Failure { from: repr.seq, reason, ops }, now);

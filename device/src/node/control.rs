@@ -6,11 +6,11 @@ use crate::memory::{Span, first_fit};
 use crate::sets::{MAX_SLOTS, SlotSet};
 use crate::slot::Slot;
 use crate::trace::Trace;
-use sumac_hal::ctrl::{DeviceCapabilities, GroupConfig, Refusal, Request, Response, Stats, TreeConfig};
+use sumac_hal::ctrl::{DeviceCapabilities, GroupConfig, Refusal, Request, Response, SharedLink, Stats, TreeConfig};
 use sumac_hal::ids::{ChildIndex, ChunkNo, GroupId, TreeId};
 use sumac_hal::op::{Collective, Dtype, ReduceOp};
 use sumac_hal::time::Instant;
-use sumac_hal::uplink::{MAX_WINDOW, Uplink};
+use sumac_hal::uplink::{Listening, MAX_WINDOW, Uplink};
 use sumac_hal::wire::{HEADER_LEN, MAX_CHILDREN};
 
 /// The smallest chunk: a few elements of the widest type.
@@ -190,6 +190,11 @@ impl Node<'_> {
             hop: Uplink::new(config.timers.into(), token ^ 1 << 31),
             window: config.window_max,
             stable: ChunkNo(0),
+            listening: Listening::new(config.parent_shared.is_some()),
+        });
+        let shared = config.shared.and_then(|first| first.behind(shard.index())).map(|addr| {
+            let key = config.secret.child_key(config.group, config.epoch, ChildIndex::ALL);
+            SharedLink { addr, key }
         });
         let packet = usize::from(config.chunk_len_bytes) + HEADER_LEN;
         let start = self.common.config.receive_buffer_bytes / (children.len * packet);
@@ -201,6 +206,7 @@ impl Node<'_> {
             bytes,
             stages: config.order.stages(tree.children),
             parent,
+            shared,
             window: Window::new(start, config.window_max),
             window_local: shard.most_within(u64::from(config.window_max)),
             min_have: ChunkNo(0),

@@ -185,7 +185,7 @@ impl<'m> Node<'m> {
     pub fn handle(&mut self, from: Addr, packet: &[u8], now: Instant) {
         self.common.counters.packets_in += 1;
         self.common.counters.bytes_in += packet.len() as u64;
-        let Ok(packet) = Packet::new_checked(packet) else {
+        let Ok((packet, payload_crc)) = Packet::new_checked_with_crc(packet) else {
             return self.common.drop_packet(DropReason::Malformed);
         };
         let Ok(repr) = Repr::parse(&packet) else {
@@ -200,8 +200,8 @@ impl<'m> Node<'m> {
             live.common.drop_packet(DropReason::WrongEpoch);
             return self.answer_stranger(from, &repr, NakReason::WrongEpoch, now);
         }
-        if live.is_parent(from, &repr) {
-            live.handle_parent(&repr, packet.payload(), now);
+        if live.is_parent(from, &repr) || live.is_shared(from, &repr) {
+            live.handle_parent(&repr, packet.payload(), payload_crc, now);
         } else {
             live.handle_child(from, &repr, packet.payload(), now);
         }
@@ -272,6 +272,11 @@ impl<'m> Node<'m> {
                 hop.and_then(|parent| parent.hop.timeout()).map_or(group.lease_until, |at| at.min(group.lease_until))
             })
             .min()
+    }
+
+    /// Tell whether a group is here: it may have been released, or its lease may have run out.
+    pub fn has_group(&self, id: GroupId) -> bool {
+        self.find(id).is_some()
     }
 
     /// Return the next event.

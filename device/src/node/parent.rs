@@ -5,7 +5,7 @@ use super::{Live, Reply};
 use crate::group::{Failure, Parent};
 use crate::slot::State;
 use sumac_hal::ctrl::DropReason;
-use sumac_hal::ids::ChunkNo;
+use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::port::Addr;
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
@@ -19,17 +19,27 @@ impl Live<'_> {
         })
     }
 
-    /// Take in a packet from the parent.
-    pub(super) fn handle_parent(&mut self, repr: &Repr, payload: &[u8], now: Instant) {
+    /// Tell whether a packet is a result that the parent of this group sent to all its children at once.
+    pub(super) fn is_shared(&self, from: Addr, repr: &Repr) -> bool {
+        let link = self.group.config.parent_shared.filter(|_| repr.kind == Kind::Result);
+        let parent = self.group.parent.as_ref().map(|parent| parent.addr);
+        repr.child == ChildIndex::ALL && parent == Some(from) && link.is_some_and(|link| link.key == repr.key)
+    }
+
+    /// Take in a packet from the parent; `payload_crc` is the checksum of its payload, which was checked.
+    pub(super) fn handle_parent(&mut self, repr: &Repr, payload: &[u8], payload_crc: u32, now: Instant) {
         self.group.lease_until = now + self.group.lease();
         if let Some(parent) = self.group.parent.as_mut() {
             parent.stable = parent.stable.max(repr.mark);
             if repr.window > 0 {
                 parent.window = repr.window;
             }
+            if repr.child == ChildIndex::ALL {
+                parent.listening.on_shared();
+            }
         }
         match (repr.kind, repr.reason) {
-            (Kind::Result | Kind::Done, _) => self.on_answers(repr, payload, now),
+            (Kind::Result | Kind::Done, _) => self.on_answers(repr, payload, payload_crc, now),
             (Kind::Status, _) => self.on_status(repr, now),
             (Kind::Nak, Some(reason)) => self.on_nak(reason, repr, now),
             _ => self.common.drop_packet(DropReason::BadKind),
@@ -37,18 +47,18 @@ impl Live<'_> {
     }
 
     /// Take in the answer to one chunk, or the Done of a run of them.
-    fn on_answers(&mut self, repr: &Repr, payload: &[u8], now: Instant) {
+    fn on_answers(&mut self, repr: &Repr, payload: &[u8], payload_crc: u32, now: Instant) {
         let count = u64::from(repr.count);
         let is_run = repr.kind == Kind::Done && (1..=RUN - repr.seq.0 % RUN).contains(&count);
         if count != 1 && !is_run {
             return self.common.drop_packet(DropReason::BadKind);
         }
         for next in 0..count {
-            self.on_answer(&Repr { seq: ChunkNo(repr.seq.0 + next), count: 1, ..*repr }, payload, now);
+            self.on_answer(&Repr { seq: ChunkNo(repr.seq.0 + next), count: 1, ..*repr }, payload, payload_crc, now);
         }
     }
 
-    fn on_answer(&mut self, repr: &Repr, payload: &[u8], now: Instant) {
+    fn on_answer(&mut self, repr: &Repr, payload: &[u8], payload_crc: u32, now: Instant) {
         let Some(local) = self.shard().local(repr.seq) else {
             return self.common.drop_packet(DropReason::BadShard);
         };
@@ -72,14 +82,19 @@ impl Live<'_> {
         if !fits {
             return self.common.drop_packet(DropReason::BadShape);
         }
-        if let Some(Parent { hop, .. }) = &mut self.group.parent {
+        if let Some(Parent { hop, listening, .. }) = &mut self.group.parent {
             hop.on_answer(local, now);
+            if repr.kind == Kind::Result && repr.child != ChildIndex::ALL {
+                listening.on_alone();
+            }
         }
         let slot_len = limit * self.group.stages;
         self.bytes[index * slot_len..][..payload.len()].copy_from_slice(payload);
         self.slots[index].value_len = payload.len() as u16;
         self.group.up.remove(index);
         self.answer(index);
+        // What goes down is what came down: its checksum is carried on, so that it covers this node's memory too.
+        self.slots[index].value_crc = Some(payload_crc);
         self.ask_parent_for_gaps();
     }
 

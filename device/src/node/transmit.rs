@@ -1,10 +1,17 @@
 //! What leaves a node, and in which order: replies first (they are small and somebody waits for them), then the
 //! groups in turn, by bytes (deficit round robin, Shreedhar and Varghese 1995), each its contributions up before
 //! its answers down, lowest chunk first.
+//!
+//! A result that every child waits for, and may get at the group's shared address, goes there once instead of to each
+//! (as SHARP multicasts its results over UD: JSFI 4(4), 2017, doi 10.14529/jsfi170401). Only the first time: who did not get it asks,
+//! and gets it alone.
 
 use super::{Live, Node, Outgoing};
 use crate::group::Parent;
-use crate::slot::State;
+use crate::sets::ChildSet;
+use crate::slot::{Slot, State};
+use sumac_hal::ctrl::SharedLink;
+use sumac_hal::ids::ChildIndex;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
@@ -83,6 +90,9 @@ impl Live<'_> {
             return self.group.parent.as_ref().map(|parent| parent.addr);
         }
         let index = self.group.down.first_from(oldest)?;
+        if let Some(link) = self.shares(index) {
+            return Some(link.addr);
+        }
         self.children[self.slots[index].pending.first()?].addr
     }
 
@@ -94,6 +104,9 @@ impl Live<'_> {
             return self.transmit_up(index, now);
         }
         let index = self.group.down.first_from(oldest)?;
+        if let Some(link) = self.shares(index) {
+            return Some(self.transmit_shared(index, link));
+        }
         let slot = &mut self.slots[index];
         let child = slot.pending.first()?;
         slot.pending.remove(child);
@@ -125,8 +138,10 @@ impl Live<'_> {
         if repr.kind == Kind::Empty {
             repr.count = self.run_up(index);
         }
-        let Some(Parent { addr, hop, .. }) = &mut self.group.parent else { return None };
+        let Some(Parent { addr, hop, listening, .. }) = &mut self.group.parent else { return None };
         (0..u64::from(repr.count)).for_each(|next| hop.on_sent(slot.local + next, now));
+        let listens = repr.flags.contains(Flags::WANT) && listening.asks();
+        repr.flags.set(Flags::SHARED, listens);
         let to = *addr;
         Some(self.with_value(to, repr, index))
     }
@@ -188,11 +203,39 @@ impl Live<'_> {
             return Some(bare(to, &nak));
         }
         let kind = if slot.has_result_for(child) { Kind::Result } else { Kind::Done };
-        let (op, signature, attempt) = (slot.op, slot.signature, slot.attempt);
         let count = if kind == Kind::Done { self.run_down(index, child) } else { 1 };
-        let mut repr = Repr { signature, attempt, count, ..self.down_header(kind, child, seq, token) };
-        repr.set_op(&op);
+        let header = Repr { count, ..self.down_header(kind, child, seq, token) };
+        let repr = describe(&self.slots[index], header);
         Some(self.with_value(to, repr, index))
+    }
+
+    /// Return the shared address if the answer of slot `index` can go there in place of one packet to each child.
+    fn shares(&self, index: usize) -> Option<SharedLink> {
+        let slot = &self.slots[index];
+        let everybody = slot.bits.len() == self.children.len() && slot.bits.len() > 1;
+        let sets = [&slot.pending, &slot.want, &slot.shared];
+        let all = slot.state == State::Answered && everybody && sets.iter().all(|&set| *set == slot.bits);
+        self.group.shared.filter(|_| all && slot.value_len > 0)
+    }
+
+    /// Send the answer of slot `index` to all children at once.
+    fn transmit_shared(&mut self, index: usize, link: SharedLink) -> Outgoing {
+        let slot = &mut self.slots[index];
+        slot.pending = ChildSet::EMPTY;
+        // If nobody gets it, each child asks; what all of them ask for must not go the same way again.
+        slot.shared = ChildSet::EMPTY;
+        self.group.down.remove(index);
+        self.common.counters.answers_shared += 1;
+        let config = &self.group.config;
+        let header = Repr {
+            seq: self.shard().global(self.slots[index].local),
+            count: 1,
+            mark: self.group.stable(),
+            window: self.group.granted(),
+            ..Repr::new(Kind::Result, config.group, config.epoch, ChildIndex::ALL, link.key)
+        };
+        let repr = describe(&self.slots[index], header);
+        self.with_value(link.addr, repr, index)
     }
 
     /// Return a packet with the value of slot `index` if it is Data or Result.
@@ -206,6 +249,13 @@ impl Live<'_> {
         repr.payload_len_bytes = self.slots[index].value_len;
         Outgoing { payload, ..sealed(to, &repr, crc) }
     }
+}
+
+/// Write what the slot's operation is into the header of its answer.
+fn describe(slot: &Slot, header: Repr) -> Repr {
+    let mut repr = Repr { signature: slot.signature, attempt: slot.attempt, ..header };
+    repr.set_op(&slot.op);
+    repr
 }
 
 /// Return a packet that is all header.

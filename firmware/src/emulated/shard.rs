@@ -8,8 +8,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Instant as Clock;
 use sumac_device::{Child, Event, Node, NodeConfig, Slot, Storage, runtime};
-use sumac_hal::ctrl::{DeviceCapabilities, Request, Response, Stats};
-use sumac_hal::ids::BootId;
+use sumac_hal::ctrl::{DeviceCapabilities, GroupConfig, Request, Response, Stats};
+use sumac_hal::ids::{BootId, GroupId};
 use sumac_hal::port::{Addr, Port, WaitPort};
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
@@ -82,7 +82,8 @@ pub(super) fn start_shard(config: &BoardConfig, index: u16, boot_id: BootId) -> 
     let stop = Arc::new(AtomicBool::new(false));
     let mut tables = Tables::new(config);
     let capabilities = Node::new(node_config, tables.lend()).capabilities();
-    let worker = Worker { port, node_config, inbox, stop: Arc::clone(&stop), name: config.name.clone() };
+    let worker =
+        Worker { port, node_config, inbox, stop: Arc::clone(&stop), name: config.name.clone(), joined: Vec::new() };
     let thread = std::thread::Builder::new()
         .name(format!("shard-{index}"))
         .spawn(move || worker.run(tables))
@@ -127,6 +128,8 @@ struct Worker {
     inbox: Receiver<(Request, Sender<Response>)>,
     stop: Arc<AtomicBool>,
     name: String,
+    /// Shared addresses that the port listens to, each for a group.
+    joined: Vec<(GroupId, Addr)>,
 }
 
 impl Worker {
@@ -136,18 +139,50 @@ impl Worker {
         let now = || Instant::from_nanos(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
         while !self.stop.load(Ordering::Acquire) {
             while let Ok((request, answer)) = self.inbox.try_recv() {
+                let response = match request {
+                    Request::CreateGroup(config) => self.create_group(&mut node, config, now()),
+                    request => node.control(&request, now()),
+                };
+                self.leave_gone(&node);
                 // Nobody waits for the answer if the board's control thread has ended.
-                let _ = answer.send(node.control(&request, now()));
+                let _ = answer.send(response);
             }
             let next = runtime::poll(&mut node, &mut self.port, now());
             while let Some(event) = node.poll_event() {
                 self.log(event);
+                self.leave_gone(&node);
             }
             let wait = next.map(|at| at - now());
             if wait.is_none_or(|wait| !wait.is_zero()) {
                 self.port.wait(wait);
             }
         }
+    }
+
+    /// Create a group, which listens to its parent's shared address if the port can.
+    fn create_group(&mut self, node: &mut Node<'_>, mut config: GroupConfig, now: Instant) -> Response {
+        if node.has_group(config.group) {
+            return node.control(&Request::CreateGroup(config), now);
+        }
+        // Shard speaks to shard: a tree's nodes have equally many.
+        let shard = self.node_config.shard.index();
+        match config.parent_shared.and_then(|shared| shared.addr.behind(shard)) {
+            Some(addr) if self.port.join(addr) => self.joined.push((config.group, addr)),
+            _ => config.parent_shared = None,
+        }
+        node.control(&Request::CreateGroup(config), now)
+    }
+
+    /// Stop listening for groups that are gone, or were refused.
+    fn leave_gone(&mut self, node: &Node<'_>) {
+        let port = &mut self.port;
+        self.joined.retain(|(group, addr)| {
+            let stays = node.has_group(*group);
+            if !stays {
+                port.leave(*addr);
+            }
+            stays
+        });
     }
 
     fn log(&self, event: Event) {

@@ -106,6 +106,16 @@ pub struct NodeParent {
     pub child: ChildIndex,
 }
 
+/// A shared address that a parent sends results to, as one of its children knows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SharedLink {
+    /// What to listen to ([`Port::join`](crate::port::Port::join)) for the parent's first shard; its other shards take
+    /// the addresses [behind](Addr::behind) it, so that an inner node's shard hears only what it needs.
+    pub addr: Addr,
+    /// The key of what arrives there: the parent's for [`ChildIndex::ALL`].
+    pub key: u64,
+}
+
 /// A node's place in a tree.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TreeConfig {
@@ -157,6 +167,11 @@ pub struct GroupConfig {
     pub secret: GroupSecret,
     /// This node's key as a child of its parent; 0 at the root.
     pub parent_key: u64,
+    /// Where this node's first shard may send one result to all its children at once, the others
+    /// [behind](Addr::behind) it; `None`: to each of them only.
+    pub shared: Option<Addr>,
+    /// The shared address of its parent, if this node is to listen there. A board whose port can't, takes it out.
+    pub parent_shared: Option<SharedLink>,
     /// The most contributions that a rank may have in flight, over all shards; at most half the slots.
     pub window_max: u16,
     /// Slots on this node, in each shard; at least twice what of the window can fall into one shard.

@@ -21,7 +21,7 @@ mod tests;
 
 pub use messages::{
     Announce, DeviceCapabilities, Envelope, Greeting, GroupConfig, MAX_NAME_LEN, Name, NodeParent, Order, Refusal,
-    Request, Response, TimersConfig, TreeConfig,
+    Request, Response, SharedLink, TimersConfig, TreeConfig,
 };
 pub use stats::{Counters, DropReason, Stats};
 #[cfg(feature = "std")]

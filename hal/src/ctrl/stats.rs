@@ -110,6 +110,8 @@ pub struct Counters {
     pub completed: u64,
     /// Answers (Result, Done) sent for the first time.
     pub answers: u64,
+    /// Results sent to all children in one packet; each counts as an answer to each of them.
+    pub answers_shared: u64,
     /// Answers sent again.
     pub answers_resent: u64,
     /// Contributions sent up again.
@@ -149,6 +151,7 @@ impl Counters {
             contributions,
             completed,
             answers,
+            answers_shared,
             answers_resent,
             contributions_resent,
             naks,
@@ -165,6 +168,7 @@ impl Counters {
         self.contributions += contributions;
         self.completed += completed;
         self.answers += answers;
+        self.answers_shared += answers_shared;
         self.answers_resent += answers_resent;
         self.contributions_resent += contributions_resent;
         self.naks += naks;

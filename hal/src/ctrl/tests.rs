@@ -14,6 +14,8 @@ fn group() -> GroupConfig {
         order: Order::TreePairwise,
         secret: GroupSecret([9; 16]),
         parent_key: 0x1122_3344_5566_7788,
+        shared: Some(Addr::Udp("239.255.1.2:20000".parse().unwrap())),
+        parent_shared: Some(SharedLink { addr: Addr::Emu(8), key: 0x99aa }),
         window_max: 32,
         slots: 64,
         chunk_len_bytes: 1376,
@@ -46,7 +48,7 @@ fn golden_bytes_of_version_2() {
 }
 
 const GOLDEN_INSTALL: &str = "5363020012000000ffc92c79010105010200007f000001b725010703c801";
-const GOLDEN_CREATE: &str = "5363020033000000949370a50203b424050102020909090909090909090909090909090988ef99abc5e88c91112040e00ad804b0ea01d00fa08d06c096b102";
+const GOLDEN_CREATE: &str = "536302004300000041f3c2d20203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b102";
 const GOLDEN_REFUSED: &str = "53630200040000002129f9f402020740";
 
 #[test]

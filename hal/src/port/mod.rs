@@ -10,7 +10,8 @@
 //! - the sender's address as the receiver sees it can be replied to, and is the same for all its packets;
 //! - `receive` and `transmit` never block; a full queue says so (`None`) and takes packets again after
 //!   [`Port::flush`], sooner or later;
-//! - nothing leaves later than the next `flush`; what has left may have left earlier.
+//! - nothing leaves later than the next `flush`; what has left may have left earlier;
+//! - a packet sent to a shared address arrives, as its sender's, at each port that has joined it.
 
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
@@ -29,6 +30,17 @@ pub enum Addr {
     Udp(SocketAddr),
     /// A node of an emulated fabric.
     Emu(u32),
+}
+
+impl Addr {
+    /// Return the address `n` places behind this one: a shard's, where `self` is the first shard's. `None` behind the
+    /// last.
+    pub fn behind(self, n: u16) -> Option<Self> {
+        match self {
+            Self::Udp(addr) => Some(Self::Udp(SocketAddr::new(addr.ip(), addr.port().checked_add(n)?))),
+            Self::Emu(node) => Some(Self::Emu(node.checked_add(u32::from(n))?)),
+        }
+    }
 }
 
 impl fmt::Display for Addr {
@@ -125,6 +137,15 @@ pub trait Port {
         }
         self.flush(now);
     }
+
+    /// Listen to a shared address: what anybody sends there arrives here too from now on. False if this port can't, or
+    /// does already: then nothing has changed.
+    fn join(&mut self, _group: Addr) -> bool {
+        false
+    }
+
+    /// Stop listening to a shared address. Nothing happens if the port does not.
+    fn leave(&mut self, _group: Addr) {}
 
     /// Put everything queued on the wire. Packets to a peer that cannot be reached are lost, as on a wire.
     fn flush(&mut self, now: Instant);

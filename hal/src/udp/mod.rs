@@ -7,11 +7,14 @@
 //! Invariants:
 //! - sending and receiving take no lock and allocate nothing; all buffers are made by [`UdpPort::bind`];
 //! - no call but [`WaitPort::wait`] blocks;
+//! - everything leaves by one socket, so that peers see one address; shared addresses have sockets of their own to
+//!   receive by;
 //! - packets that the kernel has no room for stay queued, in order; those that can't be sent are dropped and counted.
 //!
 //! A port ignores the `now` that it is given: the kernel's clock is the wire's.
 
 mod config;
+mod joined;
 mod rx;
 mod sys;
 #[cfg(test)]
@@ -24,6 +27,7 @@ pub use wait::Waker;
 
 use crate::port::{Addr, Capabilities, Gather, Port, RxToken, TxToken, WaitPort, Wake};
 use crate::time::Instant;
+use joined::Joined;
 use rustix::net::sockopt;
 use rx::RxQueue;
 use std::io;
@@ -52,12 +56,13 @@ const TRUESIZE_RATIO: (usize, usize) = (2, 5);
 pub struct UdpPort {
     socket: UdpSocket,
     local_addr: SocketAddr,
+    config: UdpConfig,
     capabilities: Capabilities,
+    joined: Joined,
     rx: RxQueue,
     tx: TxQueue,
     gro: bool,
     waker: Waker,
-    spin: Duration,
     stats: UdpStats,
 }
 
@@ -76,6 +81,7 @@ impl UdpPort {
             socket.set_nonblocking(true)?;
             let receive_buffer_bytes = set_buffers(&socket, config)?;
             let local_addr = socket.local_addr()?;
+            joined::prepare_to_share(&socket, local_addr);
             Ok((socket, local_addr, receive_buffer_bytes, Waker::new()?))
         };
         let (socket, local_addr, receive_buffer_bytes, waker) =
@@ -86,12 +92,13 @@ impl UdpPort {
         let burst_packets = (arena_len_bytes / max_packet_len_bytes.next_multiple_of(64)).min(TX_PACKETS);
         Ok(Self {
             local_addr,
+            config: *config,
+            joined: Joined::new(),
             capabilities: Capabilities::new(max_packet_len_bytes, receive_buffer_bytes, burst_packets),
             rx: RxQueue::new(max_packet_len_bytes, gro),
             tx: TxQueue::new(TX_PACKETS, arena_len_bytes, max_packet_len_bytes, gso),
             gro,
             waker,
-            spin: config.spin,
             stats: UdpStats::default(),
             socket,
         })
@@ -120,10 +127,23 @@ impl UdpPort {
         }
     }
 
-    /// Return the socket, for a loop that waits on several things. Take packets until there are none before waiting
-    /// on it: those already fetched in a batch do not make it readable.
+    /// Return what becomes readable when packets arrive, for a loop that waits on several things. Take packets until
+    /// there are none before waiting on it: those already fetched in a batch do not make it readable. A
+    /// [`Port::join`] may change it.
     pub fn poll_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
+        self.joined.poll_fd().unwrap_or(self.socket.as_fd())
+    }
+
+    /// Ask the kernel for packets if there are none left; return whether there are some now.
+    fn fill(&mut self) -> bool {
+        if self.joined.is_empty() {
+            return self.rx.fill(self.socket.as_fd(), &mut self.stats);
+        }
+        if self.rx.has_packet() {
+            return true;
+        }
+        let Self { joined, rx, stats, socket, .. } = self;
+        joined.in_turn(socket.as_fd(), |fd| rx.fill(fd, stats))
     }
 }
 
@@ -193,7 +213,7 @@ impl Port for UdpPort {
     }
 
     fn receive(&mut self, _now: Instant) -> Option<UdpRx<'_>> {
-        if !self.rx.fill(self.socket.as_fd(), &mut self.stats) {
+        if !self.fill() {
             return None;
         }
         let (from, message, range) = self.rx.advance()?;
@@ -227,6 +247,14 @@ impl Port for UdpPort {
             }
         }
         self.tx.flush_lent(self.socket.as_fd(), &lent, &mut self.stats);
+    }
+
+    fn join(&mut self, group: Addr) -> bool {
+        self.joined.join(group, self.socket.as_fd(), self.local_addr, &self.config, self.gro).is_ok()
+    }
+
+    fn leave(&mut self, group: Addr) {
+        self.joined.leave(group);
     }
 
     fn flush(&mut self, _now: Instant) {

@@ -230,17 +230,17 @@ impl RecvBatch {
         }
     }
 
-    /// Receive what is there, without blocking.
+    /// Receive up to `limit` messages of what is there, without blocking.
     ///
     /// # Returns
     /// How many messages arrived, at least 1.
     ///
     /// # Errors
     /// `AGAIN` if there is nothing, or what the kernel says.
-    pub(super) fn recv(&mut self, fd: BorrowedFd<'_>) -> Result<usize, Errno> {
+    pub(super) fn recv(&mut self, fd: BorrowedFd<'_>, limit: usize) -> Result<usize, Errno> {
         self.headers.0.clear();
         self.iovecs.0.clear();
-        for buffer in self.arena.chunks_exact_mut(self.stride_bytes) {
+        for buffer in self.arena.chunks_exact_mut(self.stride_bytes).take(limit) {
             self.iovecs.0.push(libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() });
         }
         let slots = self.iovecs.0.iter_mut().zip(&mut self.controls.0).zip(&mut self.names.0);
@@ -388,16 +388,16 @@ mod tests {
         let mut batch = SendBatch::new(2, 5);
         assert_eq!(batch.send(a.as_fd(), &arena, &[&lent], &messages, &parts), Ok(2));
         let mut recv = RecvBatch::new(4, 64);
-        let n = recv.recv(b.as_fd()).unwrap();
+        let n = recv.recv(b.as_fd(), 4).unwrap();
         let lens: Vec<usize> = (0..n).map(|i| recv.arrived(i).len_bytes).collect();
         assert_eq!(lens, if gso { vec![40, 40, 10] } else { vec![40] });
         assert_eq!(recv.arrived(0).from, Some(a.local_addr().unwrap()));
         assert_eq!(recv.buffer(0)[..40], arena[..40]);
-        assert_eq!(recv.recv(c.as_fd()), Ok(1));
+        assert_eq!(recv.recv(c.as_fd(), 4), Ok(1));
         assert_eq!((&recv.buffer(0)[..10], &recv.buffer(0)[10..20]), (&arena[90..], &lent[..]));
-        assert_eq!(recv.recv(c.as_fd()), Err(Errno::AGAIN));
+        assert_eq!(recv.recv(c.as_fd(), 4), Err(Errno::AGAIN));
         a.send_to(&[7; 65], c.local_addr().unwrap()).unwrap();
-        assert_eq!(recv.recv(c.as_fd()), Ok(1));
+        assert_eq!(recv.recv(c.as_fd(), 4), Ok(1));
         assert!(recv.arrived(0).truncated);
     }
 }

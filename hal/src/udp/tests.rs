@@ -266,3 +266,92 @@ fn empty_datagrams_are_no_packets() {
     assert_eq!(port.receive(Instant::ZERO).unwrap().consume(|_, bytes| bytes.to_vec()), [1]);
     assert_eq!(port.stats().receive_errors, 1);
 }
+
+/// Two ports and a sender, and an address that both have joined; `None` if this kernel has no multicast on loopback.
+fn shared() -> Option<(UdpPort, [UdpPort; 2], Addr)> {
+    let mut ports = UdpBed::new(LOOPBACK, UdpConfig::default()).ports(3);
+    let (a, mut b, mut c) = (ports.pop()?, ports.pop()?, ports.pop()?);
+    // Nobody else's port: that of the sender, whose socket is bound to another address.
+    let Addr::Udp(own) = a.local_addr() else { return None };
+    let group = Addr::Udp(SocketAddr::from((Ipv4Addr::new(239, 255, 77, 1), own.port())));
+    if !b.join(group) {
+        eprintln!("skipped: this machine does not let a socket join a multicast group on loopback");
+        return None;
+    }
+    assert!(c.join(group), "what one may, the other may");
+    Some((a, [b, c], group))
+}
+
+fn wait_for(port: &mut UdpPort) -> (Addr, usize) {
+    loop {
+        assert_eq!(port.wait(Some(Duration::from_secs(10))), Wake::Packet, "nothing arrived");
+        if let Some(token) = port.receive(Instant::ZERO) {
+            return token.consume(|from, bytes| (from, bytes.len()));
+        }
+    }
+}
+
+#[test]
+fn one_packet_to_a_shared_address_reaches_each_port_as_its_senders() {
+    let Some((mut sender, mut members, group)) = shared() else { return };
+    for len in [60_000, 1000, 1000, 999] {
+        send(&mut sender, group, len);
+    }
+    sender.flush(Instant::ZERO);
+    assert_eq!(sender.stats().sent_packets, 4);
+    for member in &mut members {
+        for len in [60_000, 1000, 1000, 999] {
+            assert_eq!(wait_for(member), (sender.local_addr(), len));
+        }
+        assert!(member.receive(Instant::ZERO).is_none());
+        send(&mut sender, member.local_addr(), 5);
+        sender.flush(Instant::ZERO);
+        assert_eq!(wait_for(member), (sender.local_addr(), 5), "its own address is as good as before");
+    }
+    assert!(sender.receive(Instant::ZERO).is_none(), "who has not joined hears nothing");
+}
+
+#[test]
+fn poll_fd_is_readable_for_either_address() {
+    use rustix::event::{PollFd, PollFlags, poll};
+    let Some((mut sender, [mut member, _other], group)) = shared() else { return };
+    for to in [group, member.local_addr()] {
+        send(&mut sender, to, 10);
+        sender.flush(Instant::ZERO);
+        let fd = PollFd::from_borrowed_fd(member.poll_fd(), PollFlags::IN);
+        let limit = rustix::event::Timespec { tv_sec: 10, tv_nsec: 0 };
+        assert_eq!(poll(&mut [fd], Some(&limit)), Ok(1), "{to}");
+        assert!(member.receive(Instant::ZERO).is_some() && member.receive(Instant::ZERO).is_none());
+    }
+}
+
+#[test]
+fn neither_address_starves_the_other() {
+    let Some((mut sender, [mut member, _other], group)) = shared() else { return };
+    let own = member.local_addr();
+    for _ in 0..20 {
+        send(&mut sender, group, 50_000);
+        send(&mut sender, own, 40_000);
+        sender.flush(Instant::ZERO);
+    }
+    let lens: Vec<usize> = (0..40).map(|_| wait_for(&mut member).1).collect();
+    let others = |len: usize| lens.iter().take(36).filter(|&&l| l == len).count();
+    assert!(others(50_000) >= 16 && others(40_000) >= 16, "{lens:?}");
+}
+
+#[test]
+fn who_has_left_hears_nothing_and_may_join_again() {
+    let Some((mut sender, [mut stays, mut leaves], group)) = shared() else { return };
+    assert!(!stays.join(group), "joined already");
+    assert!(!stays.join(sender.local_addr()) && !stays.join(Addr::Emu(1)), "no shared addresses");
+    leaves.leave(group);
+    send(&mut sender, group, 10);
+    sender.flush(Instant::ZERO);
+    // What has reached one would have reached the other.
+    assert_eq!(wait_for(&mut stays).1, 10);
+    assert!(leaves.receive(Instant::ZERO).is_none());
+    assert!(leaves.join(group));
+    send(&mut sender, group, 11);
+    sender.flush(Instant::ZERO);
+    assert_eq!(wait_for(&mut leaves).1, 11);
+}

@@ -78,7 +78,7 @@ impl UdpPort {
         let start = Instant::now();
         // A timeout beyond the clock's end is none.
         let deadline = timeout.and_then(|timeout| start.checked_add(timeout));
-        let spin_until = start + self.spin;
+        let spin_until = start + self.config.spin;
         let mut yields = 0;
         loop {
             let now = Instant::now();
@@ -107,24 +107,27 @@ impl UdpPort {
     fn look(&mut self) -> Option<Wake> {
         if self.waker.take() {
             Some(Wake::Woken)
-        } else if self.rx.fill(self.socket.as_fd(), &mut self.stats) {
+        } else if self.fill() {
             Some(Wake::Packet)
         } else {
             None
         }
     }
 
-    /// Sleep until the socket or the waker has something, packets that the kernel refused can leave, or time is up.
+    /// Sleep until a socket or the waker has something, packets that the kernel refused can leave, or time is up.
     fn sleep(&mut self, timeout: Option<Duration>) {
         let unsent = !self.tx.is_empty();
         let events = if unsent { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
-        let mut fds = [PollFd::new(&self.socket, events), PollFd::new(&self.waker.shared.event, PollFlags::IN)];
+        let event = PollFd::new(&self.waker.shared.event, PollFlags::IN);
+        // With nothing joined, the third is the first once more.
+        let all = PollFd::from_borrowed_fd(self.poll_fd(), PollFlags::IN);
+        let mut fds = [PollFd::new(&self.socket, events), event, all];
         // Out of the structure's range means never: 292 billion years.
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         if poll(&mut fds, timeout.as_ref()).is_err() {
             return; // Interrupted: the caller's loop looks again.
         }
-        let [socket, event] = fds.map(|fd| fd.revents());
+        let [socket, event, _] = fds.map(|fd| fd.revents());
         if event.contains(PollFlags::IN) && !self.waker.shared.raised.load(Ordering::Acquire) {
             self.waker.drain();
         }

@@ -91,6 +91,8 @@ bitflags! {
         const WANT = 1 << 1;
         /// The packet met congestion (ECN-CE) on its way.
         const CONGESTED = 1 << 2;
+        /// Up, on a contribution: the sender listens to the group's shared address, and may get the result there.
+        const SHARED = 1 << 3;
     }
 }
 

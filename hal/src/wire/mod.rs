@@ -16,11 +16,11 @@
 //! | 11 | reason | u8 | [`NakReason`], 0 for other kinds |
 //! | 12 | group | u32 | [`GroupId`] |
 //! | 16 | epoch | u32 | [`Epoch`] |
-//! | 20 | child | u16 | index of the child whose link this is, in both directions |
+//! | 20 | child | u16 | index of the child whose link this is, in both directions; down to the shared address: 0xffff, for [`ChildIndex::ALL`](crate::ids::ChildIndex::ALL) |
 //! | 22 | count | u16 | seqs that the packet covers, from `seq` on: 1 for Data and Result |
 //! | 24 | seq | u64 | [`ChunkNo`] |
 //! | 32 | mark | u64 | up: `have`; down: `stable` (PROTOCOL 1) |
-//! | 40 | key | u64 | the child's key (PROTOCOL 10), in both directions |
+//! | 40 | key | u64 | the child's key (PROTOCOL 10), in both directions; that of all children in a packet to all |
 //! | 48 | signature | u32 | of the operation ([`OpDesc::signature`](crate::op::OpDesc::signature)) |
 //! | 52 | token | u32 | up: drawn by the sender; down: echoed from what it answers |
 //! | 56 | window | u16 | down: contributions that the receiver may have in flight; up: 0 |

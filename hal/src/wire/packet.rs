@@ -146,6 +146,14 @@ impl<T: AsRef<[u8]>> Packet<T> {
     /// # Errors
     /// [`WireError`], the first of: too short, foreign, of another version, wrong length, damaged.
     pub fn new_checked(buffer: T) -> Result<Self, WireError> {
+        Self::new_checked_with_crc(buffer).map(|(packet, _)| packet)
+    }
+
+    /// The same, and return the payload's checksum too ([`payload_crc`]), for who sends that payload on.
+    ///
+    /// # Errors
+    /// As [`Packet::new_checked`].
+    pub fn new_checked_with_crc(buffer: T) -> Result<(Self, u32), WireError> {
         let packet = Self::new_unchecked(buffer);
         let len = packet.buffer.as_ref().len();
         if len < HEADER_LEN {
@@ -161,11 +169,12 @@ impl<T: AsRef<[u8]>> Packet<T> {
         if promised != present {
             return Err(WireError::Length { promised, present });
         }
-        let computed = packet_crc(packet.buffer.as_ref(), payload_crc(packet.payload()));
+        let payload_crc = payload_crc(packet.payload());
+        let computed = packet_crc(packet.buffer.as_ref(), payload_crc);
         if packet.crc() != computed {
             return Err(WireError::Checksum { found: packet.crc(), computed });
         }
-        Ok(packet)
+        Ok((packet, payload_crc))
     }
 
     /// Give the buffer back.

@@ -18,6 +18,8 @@ pub(crate) struct Layout {
     pub(crate) devices: Vec<String>,
     /// The host of each rank.
     pub(crate) hosts: Vec<String>,
+    /// The device that each rank contributes to, by its index.
+    pub(crate) leaves: Vec<usize>,
     /// Levels of the tree.
     pub(crate) levels: usize,
 }
@@ -56,6 +58,7 @@ impl Layout {
             source,
             devices: plan.nodes.iter().map(|node| node.name.clone()).collect(),
             hosts: plan.ranks.iter().map(|rank| rank.name.clone()).collect(),
+            leaves: plan.ranks.iter().map(|rank| rank.leaf).collect(),
             levels: plan.levels,
         })
     }
@@ -92,7 +95,9 @@ mod tests {
             let layout = Layout::generated(2, ranks).expect("a plan");
             assert_eq!((layout.levels, layout.devices), (2, vec!["leaf0".into(), "leaf1".into()]), "{ranks} ranks");
         }
-        assert_eq!(Layout::generated(2, 4).expect("a plan").hosts, ["h0", "h1", "h2", "h3"]);
+        let layout = Layout::generated(2, 4).expect("a plan");
+        assert_eq!(layout.hosts, ["h0", "h1", "h2", "h3"]);
+        assert_eq!(layout.leaves, [0, 0, 1, 1]);
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
-use sumac_hal::port::Port;
+use sumac_hal::port::{Addr, Port};
 use sumac_hal::udp::{UdpConfig, UdpError, UdpPort};
 use thiserror::Error;
 
@@ -134,7 +134,7 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     let listen = |source| JoinError::Listen { addr: config.bind, source };
     let listener = listener.map_err(listen)?;
     let mesh_addr = listener.local_addr().map_err(listen)?;
-    let port = UdpPort::bind(SocketAddr::new(config.bind, 0), &config.udp)?;
+    let mut port = UdpPort::bind(SocketAddr::new(config.bind, 0), &config.udp)?;
     let (rank, world) = (Rank(config.rank), config.world);
     let request = JoinRequest {
         job: config.job.clone(),
@@ -166,7 +166,16 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
                 return Err(JoinError::Membership(format!("a tree with leaf {:?} but no way to it", tree.leaf)));
             }
             config.host = config.host.or_else(|| tree.host.clone());
-            Some(TreeDriver::new(Endpoint::new(endpoint_config(&tree, rank, world, table_version)), port))
+            // First listen, then say so: contributions do.
+            let shared_key = tree
+                .shared
+                .filter(|shared| listen_to(&mut port, shared.addr, tree.parents.len()))
+                .map(|shared| shared.key);
+            if tree.shared.is_some() && shared_key.is_none() {
+                tracing::info!(job = config.job, %rank, "can't listen to the shared address: results come one by one");
+            }
+            let endpoint = endpoint_config(&tree, shared_key, (rank, world), table_version);
+            Some(TreeDriver::new(Endpoint::new(endpoint), port))
         }
         Err(why) => {
             if world > 1 {
@@ -178,7 +187,23 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     Ok(Core::new(config, situation, tree, mesh, session, lost))
 }
 
-fn endpoint_config(tree: &TreeMembership, rank: Rank, ranks: u32, table_version: u32) -> EndpointConfig {
+/// Listen to the shared address of each of the leaf's shards, the first at `first`; false, and to none, if that can't be.
+fn listen_to(port: &mut UdpPort, first: Addr, shards: usize) -> bool {
+    let shards = 0..u16::try_from(shards).unwrap_or(u16::MAX);
+    let joined = shards.clone().take_while(|&shard| first.behind(shard).is_some_and(|addr| port.join(addr))).count();
+    if joined < shards.len() {
+        shards.take(joined).filter_map(|shard| first.behind(shard)).for_each(|addr| port.leave(addr));
+        return false;
+    }
+    true
+}
+
+fn endpoint_config(
+    tree: &TreeMembership,
+    shared_key: Option<u64>,
+    (rank, ranks): (Rank, u32),
+    table_version: u32,
+) -> EndpointConfig {
     let mut salt = [0; 4];
     // Tells lives apart; without randomness the key, which differs by group, still does.
     let _ = rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty());
@@ -189,6 +214,7 @@ fn endpoint_config(tree: &TreeMembership, rank: Rank, ranks: u32, table_version:
         ranks,
         child: tree.child,
         key: tree.key,
+        shared_key,
         parents: tree.parents.clone(),
         window_max: tree.window_max,
         window_start: tree.window_start,

@@ -8,11 +8,13 @@ use crate::choice::TreeFacts;
 use crate::plan::{Child, DeviceLimits, HostSelection, Limits, Plan, plan};
 use crate::topo::Fabric;
 use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::num::NonZeroU32;
 use std::sync::Arc;
-use sumac_hal::ctrl::{GroupConfig, NodeParent, Order, Request, TreeConfig};
+use sumac_hal::ctrl::{GroupConfig, NodeParent, Order, Request, SharedLink, TreeConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::key::GroupSecret;
+use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
 use sumac_hal::uplink::MAX_WINDOW;
 use sumac_hal::wire::HEADER_LEN;
@@ -22,6 +24,8 @@ use sumac_hal::wire::HEADER_LEN;
 pub(super) struct PlacedNode {
     pub(super) device: Arc<DeviceSession>,
     secret: GroupSecret,
+    /// Where it sends results to all its children at once.
+    shared: Option<Addr>,
     /// The parent's index and this node's place there.
     parent: Option<(usize, ChildIndex)>,
     children: u16,
@@ -77,6 +81,9 @@ pub(super) fn admit<'p>(
     };
     let mut placement = place(shape, ids)?;
     placement.size(config, used, requests)?;
+    if config.shared_answers && placement.on_one_host(requests) {
+        placement.share();
+    }
     placement.reserve(config, requests[0].order)?;
     Ok(placement)
 }
@@ -148,6 +155,7 @@ fn place(shape: Shape, (group, tree, epoch): (GroupId, TreeId, Epoch)) -> Result
     let nodes = shape.nodes.into_iter().zip(places).map(|((device, children), parent)| PlacedNode {
         device,
         secret: GroupSecret(random_bytes()),
+        shared: None,
         parent,
         children: children.len() as u16,
         memory_bytes: 0,
@@ -229,6 +237,34 @@ impl Placement {
         Ok(())
     }
 
+    /// Tell whether all ranks and devices use loopback addresses of IPv4: the controller listens on loopback only, so
+    /// that is one host.
+    fn on_one_host(&self, requests: &[&JoinRequest]) -> bool {
+        let loopback = |addr: SocketAddr| addr.is_ipv4() && addr.ip().is_loopback();
+        let mut devices = self.nodes.iter().flat_map(|node| &node.device.announce.data_addrs);
+        devices.all(|addr| matches!(addr, Addr::Udp(addr) if loopback(*addr)))
+            && requests.iter().all(|request| loopback(request.mesh_addr))
+    }
+
+    /// Draw each node a shared address towards its children.
+    fn share(&mut self) {
+        for node in self.nodes.iter_mut().filter(|node| node.children > 1) {
+            node.shared = Some(draw_shared());
+        }
+    }
+
+    /// What a child of `node` knows of its shared address.
+    fn shared_link(&self, node: &PlacedNode) -> Option<SharedLink> {
+        let key = node.secret.child_key(self.group, self.epoch, ChildIndex::ALL);
+        Some(SharedLink { addr: node.shared?, key })
+    }
+
+    /// The shared address of the parent.
+    fn parent_shared(&self, node: &PlacedNode) -> Option<SharedLink> {
+        let (parent, _) = node.parent?;
+        self.shared_link(&self.nodes[parent])
+    }
+
     /// Install the tree and create the group on every node, root first; where one refuses, nothing stays.
     fn reserve(&self, config: &ControllerConfig, order: Order) -> Result<(), String> {
         for (index, node) in self.nodes.iter().enumerate() {
@@ -261,6 +297,8 @@ impl Placement {
             order,
             secret: node.secret,
             parent_key: node.parent.map_or(0, key),
+            shared: node.shared,
+            parent_shared: self.parent_shared(node),
             window_max: self.window_max,
             slots: self.slots,
             chunk_len_bytes: self.chunk_len_bytes,
@@ -292,6 +330,7 @@ impl Placement {
             host: self.hosts.as_ref().map(|hosts| hosts[rank.0 as usize].clone()),
             child,
             key: node.secret.child_key(self.group, self.epoch, child),
+            shared: self.shared_link(node),
             parents: announce.data_addrs.iter().copied().collect(),
             window_max: self.window_max,
             window_start: start.clamp(1, u32::from(self.window_max)) as u16,
@@ -332,6 +371,17 @@ impl Placement {
         }
     }
 }
+
+/// Draw a multicast address of the site's own (239.255.0.0/16, RFC 2365) and a port. Two groups that draw the same are
+/// told apart by their keys, and only hear more than they need.
+fn draw_shared() -> Addr {
+    let [x, y, high, low] = random_bytes();
+    let port = SHARED_PORTS.start() + u16::from_be_bytes([high, low]) % (SHARED_PORTS.end() - SHARED_PORTS.start() + 1);
+    Addr::Udp(SocketAddr::from((Ipv4Addr::new(239, 255, x, y), port)))
+}
+
+/// The UDP ports of first shards' shared addresses: there is room for all shards behind each.
+const SHARED_PORTS: std::ops::RangeInclusive<u16> = 20_000..=60_000;
 
 fn random_bytes<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];

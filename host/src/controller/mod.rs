@@ -55,6 +55,11 @@ pub struct ControllerConfig {
     pub window_bytes: u32,
     /// The longest payload of a packet in bytes, where the ports would carry more.
     pub chunk_max_bytes: u16,
+    /// Whether devices send a result that all children wait for once, to a multicast address, instead of to each. Only
+    /// where ranks and devices are all on loopback addresses of one host; as long as a child's port can't listen, its
+    /// node answers each child alone. Any user of that host can join the address and read results: turn it off where
+    /// that matters. Forging them takes the group's key and the device's address.
+    pub shared_answers: bool,
     /// How long a group lives without a packet or a renewal.
     pub lease: Duration,
     /// The timers of the hops.
@@ -70,6 +75,7 @@ impl ControllerConfig {
             table: CostTable::EMULATED,
             window_bytes: 1 << 20,
             chunk_max_bytes: 60 * 1024 - 16,
+            shared_answers: true,
             lease: Duration::from_secs(30),
             timers: HopTimers::DEFAULT,
         }

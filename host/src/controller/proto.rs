@@ -4,7 +4,7 @@ use crate::choice::{CostTable, TreeFacts};
 use crate::plan::Child;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
-use sumac_hal::ctrl::{DeviceCapabilities, Order, Stats, TimersConfig};
+use sumac_hal::ctrl::{DeviceCapabilities, Order, SharedLink, Stats, TimersConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank};
 use sumac_hal::port::Addr;
 use thiserror::Error;
@@ -145,6 +145,8 @@ pub struct TreeMembership {
     pub child: ChildIndex,
     /// The key of that link.
     pub key: u64,
+    /// Where the leaf sends results to all its children at once, if it does.
+    pub shared: Option<SharedLink>,
     /// Where the leaf's shards receive.
     pub parents: Vec<Addr>,
     /// The most contributions in flight.

@@ -27,7 +27,7 @@ use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::port::Addr;
 use sumac_hal::shard::{RUN, Shard};
 use sumac_hal::time::Instant;
-use sumac_hal::uplink::{HopTimers, MAX_WINDOW, Uplink};
+use sumac_hal::uplink::{HopTimers, Listening, MAX_WINDOW, Uplink};
 use sumac_hal::wire::{Flags, HEADER_LEN, Kind, NakReason, Packet, Repr, payload_crc};
 use thiserror::Error;
 
@@ -46,6 +46,8 @@ pub struct EndpointConfig {
     pub child: ChildIndex,
     /// The key of that link.
     pub key: u64,
+    /// The key of what the leaf node sends to all its children at once, if the port listens to the shared address.
+    pub shared_key: Option<u64>,
     /// Where the leaf node's shards receive, in order of shard.
     pub parents: Vec<Addr>,
     /// The most contributions in flight.
@@ -153,6 +155,8 @@ pub struct EndpointStats {
     pub retransmits: u64,
     /// Probes sent.
     pub probes: u64,
+    /// Results that came to all children at once.
+    pub shared_results: u64,
     /// Packets dropped: foreign, damaged, stale or doubled.
     pub dropped: u64,
 }
@@ -169,6 +173,8 @@ pub struct Endpoint {
     /// What the node granted last.
     window: u16,
     stable: ChunkNo,
+    /// Whether contributions ask for shared results.
+    listening: Listening,
     /// Headers to send.
     replies: VecDeque<(Addr, Repr)>,
     /// Seqs to send again.
@@ -196,6 +202,7 @@ impl Endpoint {
             ops: Ops::new(usize::from(config.chunk_len_bytes), Seat { rank: config.rank.0, ranks: config.ranks }),
             next: 0,
             stable: ChunkNo(0),
+            listening: Listening::new(config.shared_key.is_some()),
             replies: VecDeque::new(),
             again: VecDeque::with_capacity(MAX_WINDOW as usize),
             ending: None,
@@ -379,6 +386,7 @@ impl Endpoint {
         repr.set_op(&op.desc);
         repr.signature = op.signature;
         repr.flags.set(Flags::WANT, wants);
+        repr.flags.set(Flags::SHARED, wants && self.listening.asks());
         repr.payload_len_bytes = payload.len() as u16;
         if kind == Kind::Empty {
             repr.count = empty_run(&op, seq, end, wants);

@@ -1,7 +1,7 @@
 //! What comes down from the leaf node.
 
-use super::{Buffers, Endpoint, EndpointError, terminal};
-use sumac_hal::ids::ChunkNo;
+use super::{Buffers, Endpoint, EndpointConfig, EndpointError, terminal};
+use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::port::Addr;
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
@@ -24,12 +24,18 @@ impl Endpoint {
         let packet = Packet::new_checked(packet).ok()?;
         let repr = Repr::parse(&packet).ok()?;
         let config = &self.config;
-        let mine =
-            (repr.group, repr.epoch, repr.child, repr.key) == (config.group, config.epoch, config.child, config.key);
+        let link = (repr.child, repr.key);
+        // Only results are shared: all else is said to one child.
+        let all = config.shared_key.filter(|_| repr.kind == Kind::Result).map(|key| (ChildIndex::ALL, key));
+        let mine = (repr.group, repr.epoch) == (config.group, config.epoch)
+            && (link == (config.child, config.key) || Some(link) == all);
         let index = self.shard_of(repr.seq.0);
         // A Status may speak of the shard's next seqs, a Nak of a group as a whole: both name a seq of theirs.
         if !mine || config.parents[index] != from {
             return None;
+        }
+        if repr.child == ChildIndex::ALL {
+            self.listening.on_shared();
         }
         let taken = match (repr.kind, repr.reason) {
             (Kind::Result | Kind::Done, _) => self.on_answers(index, &repr, packet.payload(), buffers, now),
@@ -87,6 +93,7 @@ impl Endpoint {
             (Some(landing), Kind::Result) if landing.result_len == payload.len() => {
                 let part = &payload[landing.part];
                 buffers.output(op.id)[landing.at..][..part.len()].copy_from_slice(part);
+                self.note_way(repr.child == ChildIndex::ALL);
             }
             (None, Kind::Done) if payload.is_empty() => {}
             _ => return None,
@@ -95,6 +102,15 @@ impl Endpoint {
         assert!(self.hops[index].on_answer(local, now), "a chunk lands once");
         self.ops.landed(seq);
         Some(())
+    }
+
+    /// Note whether a result came to all children at once.
+    fn note_way(&mut self, shared: bool) {
+        self.stats.shared_results += u64::from(shared);
+        if !shared && self.listening.on_alone() {
+            let EndpointConfig { group, child, .. } = self.config;
+            tracing::info!(%group, %child, "no shared results arrive: takes them one by one from now on");
+        }
     }
 
     fn ask_for_gaps(&mut self, index: usize) {

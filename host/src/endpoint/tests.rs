@@ -1,6 +1,7 @@
 //! Tests of one endpoint, packet by packet, against a leaf node that the tests play themselves.
 
 mod sets;
+mod shared;
 
 use super::*;
 use std::time::Duration;
@@ -41,6 +42,7 @@ fn config(window: u16, shards: u32) -> EndpointConfig {
         ranks: 4,
         child: ChildIndex(1),
         key: KEY,
+        shared_key: None,
         parents: (0..shards).map(|shard| Addr::Emu(50 + shard)).collect(),
         window_max: window,
         window_start: window,
@@ -57,7 +59,11 @@ fn sum(count: u64) -> OpDesc {
 
 impl Rig {
     fn new(window: u16, shards: u32) -> Self {
-        let endpoint = Endpoint::new(config(window, shards));
+        Self::with(config(window, shards))
+    }
+
+    fn with(config: EndpointConfig) -> Self {
+        let endpoint = Endpoint::new(config);
         Self { endpoint, memory: Memory(Vec::new()), now: Instant::from_nanos(1_000_000) }
     }
 

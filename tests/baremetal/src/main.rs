@@ -118,6 +118,8 @@ fn admit(node: &mut Node<'_>) -> Result<(), Failure> {
         order: Order::TreePairwise,
         secret: SECRET,
         parent_key: 0,
+        shared: None,
+        parent_shared: None,
         window_max: SLOTS / 2,
         slots: SLOTS,
         chunk_len_bytes: CHUNK_LEN_BYTES as u16,

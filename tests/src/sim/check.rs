@@ -165,7 +165,8 @@ impl Cluster<'_, '_> {
         let ranks = self.members.iter().flatten().map(|member| *member.endpoint.stats());
         let (sent, taken) = ranks.fold((0, 0), |sum, rank| (sum.0 + rank.packets_out, sum.1 + rank.packets_in));
         let links = self.fabric.counters();
-        equal("packets sent", counters.packets_out + sent, links.sent)?;
+        equal("packets shared", counters.answers_shared, self.shared_sent)?;
+        equal("packets sent", counters.packets_out + sent - self.shared_sent + self.shared_copies, links.sent)?;
         equal("packets delivered", counters.packets_in + taken, links.delivered)?;
         let fates = links.delivered + links.dropped_by_rule + links.dropped_by_queue;
         equal("fates of packets", fates, links.sent + links.duplicated)

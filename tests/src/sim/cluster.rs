@@ -9,7 +9,7 @@ use super::options::Options;
 use super::report::{Report, Violation};
 use super::scenario::Scenario;
 use super::setup::{Member, Tables, boot, draw_posts, install};
-use super::wiring::{EPOCH, Owner, Wiring, count_nodes, node_addr, owner, rank_addr};
+use super::wiring::{EPOCH, Owner, Wiring, count_nodes, node_addr, owner, rank_addr, sharer};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use sumac::endpoint::Event;
@@ -55,6 +55,9 @@ pub(super) struct Cluster<'o, 'm> {
     buffer: Vec<u8>,
     ended_at: Instant,
     in_flight_most: u64,
+    /// Packets to shared addresses, and what became of them.
+    pub(super) shared_sent: u64,
+    pub(super) shared_copies: u64,
     /// Counters of lives that are over.
     pub(super) past: Counters,
 }
@@ -99,6 +102,8 @@ pub fn run(options: &Options) -> Result<Report, Violation> {
         buffer: vec![0; 65_536],
         ended_at: Instant::ZERO,
         in_flight_most: 0,
+        shared_sent: 0,
+        shared_copies: 0,
         past: Counters::default(),
     };
     cluster.begin();
@@ -248,7 +253,16 @@ impl Cluster<'_, '_> {
         let node = &mut self.devices[device].shards[shard];
         let from = node_addr(device, shard as u16);
         while let Some(sent) = node.poll_transmit(&mut self.buffer, self.now) {
-            self.fabric.send(self.now, from, sent.to, &self.buffer[..sent.len_bytes]);
+            let bytes = &self.buffer[..sent.len_bytes];
+            let Some(sharer) = sharer(sent.to) else {
+                self.fabric.send(self.now, from, sent.to, bytes);
+                continue;
+            };
+            // Copies part where they are made, each with a fate of its own.
+            let listeners = self.wirings[self.options.tree(sharer.1)].listeners(self.options, sharer);
+            listeners.iter().for_each(|&to| self.fabric.send(self.now, from, to, bytes));
+            self.shared_sent += 1;
+            self.shared_copies += listeners.len() as u64;
         }
         while node.poll_event().is_some() {}
         node.poll_timeout()
@@ -293,6 +307,7 @@ impl Cluster<'_, '_> {
             report.retransmits += stats.retransmits;
             report.probes += stats.probes;
             report.rank_drops += stats.dropped;
+            report.shared_results += stats.shared_results;
             report.count_end(member.error);
         }
         report

@@ -19,6 +19,6 @@ mod setup;
 mod wiring;
 
 pub use cluster::run;
-pub use options::{Draw, Faults, GroupOptions, Options};
+pub use options::{Draw, Faults, GroupOptions, Options, Sharing};
 pub use report::{Report, Violation};
 pub use scenario::{Scenario, ScenarioKind};

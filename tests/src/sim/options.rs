@@ -71,6 +71,40 @@ impl From<Faults> for RandomFaults {
     }
 }
 
+/// Who listens to shared addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sharing {
+    /// There are none.
+    Off,
+    /// Everybody.
+    All,
+    /// All but some in each group, who say so.
+    Some,
+    /// Everybody says so, but some hear nothing: their ports have joined in vain.
+    Deaf,
+}
+
+impl Sharing {
+    /// Tell whether a child of a device says that it listens.
+    pub(super) fn claims(self, seed: u64, child: (usize, u16), group: usize) -> bool {
+        match self {
+            Self::Off => false,
+            Self::All | Self::Deaf => true,
+            Self::Some => !is_odd_one(seed, child, group),
+        }
+    }
+
+    /// Tell whether it does.
+    pub(super) fn hears(self, seed: u64, child: (usize, u16), group: usize) -> bool {
+        self.claims(seed, child, group) && !(self == Self::Deaf && is_odd_one(seed, child, group))
+    }
+}
+
+/// Every fourth.
+fn is_odd_one(seed: u64, (device, child): (usize, u16), group: usize) -> bool {
+    weight(&[seed, device as u64, u64::from(child), group as u64, 0x6561_7273]).is_multiple_of(4)
+}
+
 /// One communicator: all ranks, one tree, and what is called in it.
 #[derive(Debug, Clone)]
 pub struct GroupOptions {
@@ -101,6 +135,8 @@ pub struct Options {
     pub chunk_len_bytes: u16,
     /// What every path is like.
     pub link: LinkConfig,
+    /// Who listens to shared addresses.
+    pub sharing: Sharing,
     /// What the links do wrong.
     pub faults: Faults,
     /// The most that a rank comes late with an operation.
@@ -136,6 +172,14 @@ impl Options {
             window: draw.one_of(&[1, 2, 3, 8, 32]),
             chunk_len_bytes,
             link: draw_link(&mut draw),
+            // Apart from the other draws, so that these stay what they were without it.
+            sharing: Draw::new(weight(&[seed, kind as u64, 1])).one_of(&[
+                Sharing::Off,
+                Sharing::All,
+                Sharing::All,
+                Sharing::Some,
+                Sharing::Deaf,
+            ]),
             faults,
             skew_max,
             scenario: Scenario::Calm,

@@ -142,6 +142,8 @@ pub struct Report {
     pub retransmits: u64,
     /// Probes that ranks sent.
     pub probes: u64,
+    /// Results that came to ranks at a shared address.
+    pub shared_results: u64,
     /// Packets that ranks dropped.
     pub rank_drops: u64,
     /// Ranks that got every result, counted once a group.
@@ -179,12 +181,13 @@ impl Report {
     }
 
     /// Return the counts besides the devices' counters, by name.
-    fn marks(&mut self) -> [(&'static str, &mut u64); 10] {
+    fn marks(&mut self) -> [(&'static str, &mut u64); 11] {
         [
             ("packets", &mut self.packets),
             ("incast drops", &mut self.incast_drops),
             ("rank retransmits", &mut self.retransmits),
             ("rank probes", &mut self.probes),
+            ("rank shared results", &mut self.shared_results),
             ("rank drops", &mut self.rank_drops),
             ("ends: complete", &mut self.completed),
             ("ends: mismatch", &mut self.mismatches),
@@ -199,6 +202,7 @@ impl Report {
         let counters = &self.counters;
         let named = [
             ("contributions", counters.contributions),
+            ("answers shared", counters.answers_shared),
             ("answers resent", counters.answers_resent),
             ("contributions resent", counters.contributions_resent),
             ("naks", counters.naks),

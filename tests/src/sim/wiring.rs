@@ -2,15 +2,15 @@
 //!
 //! All trees share the devices; which device is which node differs from tree to tree.
 
-use super::options::{Draw, Options};
+use super::options::{Draw, Options, Sharing};
 use crate::oracle::{Shape, weight};
 use std::num::NonZeroU32;
 use sumac::endpoint::EndpointConfig;
-use sumac_hal::ctrl::{GroupConfig, NodeParent, TreeConfig};
+use sumac_hal::ctrl::{GroupConfig, NodeParent, SharedLink, TreeConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::port::Addr;
-use sumac_hal::shard::Shard;
+use sumac_hal::shard::{MAX_SHARDS, Shard};
 use sumac_hal::uplink::HopTimers;
 
 /// One node of a tree.
@@ -82,6 +82,12 @@ impl Wiring {
             order: options.order(group),
             secret: secret(options, device(node)),
             parent_key,
+            shared: (options.sharing != Sharing::Off).then(|| shared_addr(device(node), group)),
+            parent_shared: self.nodes[node].parent.and_then(|(parent, child)| {
+                let key = shared_key(options, device(parent), group, epoch);
+                let link = SharedLink { addr: shared_addr(device(parent), group), key };
+                options.sharing.claims(options.seed, (device(parent), child), group).then_some(link)
+            }),
             window_max: options.window,
             slots: slots_per_shard(options),
             chunk_len_bytes: options.chunk_len_bytes,
@@ -89,6 +95,16 @@ impl Wiring {
             lease_ms: LEASE_MS,
             timers: TIMERS.into(),
         }
+    }
+
+    /// Return who hears what a shard of `device` sends to its shared address in `group`: the same shard of nodes below.
+    pub(super) fn listeners(&self, options: &Options, (device, group, shard): Sharer) -> Vec<Addr> {
+        let Some(own) = self.nodes.iter().position(|node| node.device == device) else { return Vec::new() };
+        let hears = |child: u16| options.sharing.hears(options.seed, (device, child), group);
+        let ranks = self.ranks.iter().enumerate().filter(|(_, (leaf, child))| *leaf == own && hears(*child));
+        let nodes =
+            self.nodes.iter().filter(|node| matches!(node.parent, Some((at, child)) if at == own && hears(child)));
+        ranks.map(|(rank, _)| rank_addr(rank, group)).chain(nodes.map(|node| node_addr(node.device, shard))).collect()
     }
 
     pub(super) fn endpoint(&self, options: &Options, rank: usize, group: usize, epoch: Epoch) -> EndpointConfig {
@@ -101,6 +117,10 @@ impl Wiring {
             ranks: options.ranks as u32,
             child: ChildIndex(child),
             key: secret(options, device).child_key(group_id(group), epoch, ChildIndex(child)),
+            shared_key: options
+                .sharing
+                .claims(options.seed, (device, child), group)
+                .then(|| shared_key(options, device, group, epoch)),
             parents: (0..options.shards).map(|shard| node_addr(device, shard)).collect(),
             window_max: options.window,
             window_start: options.window,
@@ -142,6 +162,25 @@ pub(super) fn rank_addr(rank: usize, group: usize) -> Addr {
     Addr::Emu(RANKS_FROM + rank as u32 * 16 + group as u32)
 }
 
+/// The shared address of a device's first shard in a group.
+fn shared_addr(device: usize, group: usize) -> Addr {
+    Addr::Emu(SHARED_FROM + (device as u32 * 16 + group as u32) * MAX_SHARDS as u32)
+}
+
+/// Whose a shared address is: device, group and shard.
+pub(super) type Sharer = (usize, usize, u16);
+
+/// Return whose shared address it is.
+pub(super) fn sharer(addr: Addr) -> Option<Sharer> {
+    let Addr::Emu(n) = addr else { return None };
+    let n = n.checked_sub(SHARED_FROM).filter(|_| addr != STRANGER)? as usize;
+    Some((n / MAX_SHARDS / 16, n / MAX_SHARDS % 16, (n % MAX_SHARDS) as u16))
+}
+
+fn shared_key(options: &Options, device: usize, group: usize, epoch: Epoch) -> u64 {
+    secret(options, device).child_key(group_id(group), epoch, ChildIndex::ALL)
+}
+
 /// What an address belongs to.
 pub(super) enum Owner {
     Node { device: usize, shard: usize },
@@ -179,3 +218,4 @@ pub(super) const TIMERS: HopTimers = HopTimers::DEFAULT;
 pub(super) const STRANGER: Addr = Addr::Emu(u32::MAX);
 const LEASE_MS: u32 = 3_600_000;
 const RANKS_FROM: u32 = 1 << 20;
+const SHARED_FROM: u32 = 1 << 24;

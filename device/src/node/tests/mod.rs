@@ -10,6 +10,7 @@ mod fuzz;
 mod loss;
 mod model;
 mod sets;
+mod shared;
 
 use super::{Node, NodeConfig};
 use crate::group::Child;
@@ -18,7 +19,7 @@ use crate::slot::{Slot, State};
 use core::num::NonZeroU32;
 use std::vec;
 use std::vec::Vec;
-use sumac_hal::ctrl::{DropReason, GroupConfig, NodeParent, Order, Request, Response, TreeConfig};
+use sumac_hal::ctrl::{DropReason, GroupConfig, NodeParent, Order, Request, Response, SharedLink, TreeConfig};
 use sumac_hal::ids::{BootId, ChildIndex, ChunkNo, Epoch, GroupId, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
@@ -32,6 +33,9 @@ pub(super) const PARENT: Addr = Addr::Emu(9000);
 /// This node's place below its parent.
 pub(super) const OWN_PLACE: ChildIndex = ChildIndex(5);
 pub(super) const PARENT_KEY: u64 = 0xfeed;
+/// This node's own shared address, and its parent's.
+pub(super) const SHARED: Addr = Addr::Emu(7000);
+pub(super) const PARENT_SHARED: SharedLink = SharedLink { addr: Addr::Emu(7001), key: 0xfade };
 pub(super) const EPOCH: Epoch = Epoch { term: 1, counter: 3 };
 /// What all children call unless a test says otherwise.
 pub(super) const OP: OpDesc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 1000);
@@ -52,6 +56,8 @@ pub(super) struct Setup {
     pub(super) chunk_len_bytes: u16,
     pub(super) groups: usize,
     pub(super) receive_buffer_bytes: usize,
+    /// Whether it has a shared address, and listens to its parent's.
+    pub(super) shares: bool,
 }
 
 impl Default for Setup {
@@ -66,6 +72,7 @@ impl Default for Setup {
             chunk_len_bytes: 64,
             groups: 1,
             receive_buffer_bytes: 1 << 20,
+            shares: false,
         }
     }
 }
@@ -129,6 +136,8 @@ pub(super) fn group_config(setup: &Setup, group: usize) -> GroupConfig {
         order: setup.order,
         secret: SECRET,
         parent_key: if setup.has_parent { PARENT_KEY } else { 0 },
+        shared: setup.shares.then_some(SHARED),
+        parent_shared: (setup.shares && setup.has_parent).then_some(PARENT_SHARED),
         window_max: setup.window,
         slots: setup.slots,
         chunk_len_bytes: setup.chunk_len_bytes,
@@ -294,7 +303,7 @@ pub(super) fn check_invariants(node: &mut Node<'_>) {
             assert!(slot.state == State::Free || slot.local % live.slots.len() as u64 == i as u64);
             assert!(slot.state == State::Free || slot.local < group.answered_below + group.window_local);
             assert!(!matches!(slot.state, State::Up | State::Answered) || full, "complete means everybody");
-            for set in [&slot.data, &slot.want, &slot.pending] {
+            for set in [&slot.data, &slot.want, &slot.shared, &slot.pending] {
                 assert!((0..live.children.len()).all(|child| !set.contains(child) || slot.bits.contains(child)));
             }
         }

@@ -9,10 +9,12 @@
 //! - The supervisor waits in one place ([`Supervisor::next_line`]), for lines, ends of children and signals alike.
 //! - Every wait has a limit.
 
+mod bind;
 mod events;
 mod process;
 mod start;
 
+pub(crate) use bind::Parts;
 pub(crate) use process::{die_with_supervisor, supervised};
 pub(crate) use start::{ClusterConfig, LISTENING, READY, start};
 

@@ -1,5 +1,6 @@
 //! How a cluster comes up: the controller, then the devices, then the ranks, each waited for by its first line.
 
+use super::bind::Parts;
 use super::{ChildId, ClusterError, Limit, Supervisor};
 use crate::layout::{Layout, Source};
 use std::collections::HashSet;
@@ -22,6 +23,8 @@ pub(crate) struct ClusterConfig<'a> {
     pub(crate) layout: &'a Layout,
     /// Worker threads of a device.
     pub(crate) shards: u16,
+    /// Which processors each leaf runs on.
+    pub(crate) parts: Parts,
 }
 
 /// Start a controller and devices, and return the controller's address once every device has registered with it.
@@ -42,14 +45,15 @@ pub(crate) fn start(supervisor: &mut Supervisor, config: &ClusterConfig<'_>) -> 
     let addr = addr.ok_or_else(|| unexpected(supervisor, controller, line, "`listening ADDRESS`"))?;
 
     let mut waiting = HashSet::new();
-    for name in &config.layout.devices {
+    for (index, name) in config.layout.devices.iter().enumerate() {
         let args = [
             "device".into(),
             format!("--name={name}"),
             format!("--controller={addr}"),
             format!("--shards={}", config.shards),
         ];
-        waiting.insert(supervisor.spawn(&format!("device {name}"), &args, Vec::new())?);
+        let name = format!("device {name}");
+        waiting.insert(config.parts.within(index, || supervisor.spawn(&name, &args, Vec::new()))?);
     }
     while let Some(&awaited) = waiting.iter().next() {
         let (id, line) = supervisor.next_line(limit, awaited, "register with the controller")?;

@@ -67,6 +67,13 @@ pub(crate) struct PerfArgs {
     /// Worker threads of each device
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(super) shards: u16,
+    /// Let ranks and devices run on any processor
+    ///
+    /// Unasked, each leaf device shares an equal part of the processors with its ranks, as a switch sits next to its
+    /// hosts, if the tree has several leaves. It matters where processors are far from each other, on two dies or
+    /// sockets.
+    #[arg(long)]
+    pub(super) no_bind: bool,
     /// Build the tree planned on this fabric (an ibnetdiscover dump or TOML) out of emulated devices
     #[arg(long, value_name = "FILE")]
     pub(super) topology: Option<PathBuf>,

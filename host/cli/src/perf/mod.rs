@@ -8,7 +8,7 @@ mod table;
 
 pub(crate) use args::PerfArgs;
 
-use crate::cluster::{self, ChildId, ClusterConfig, ClusterError, Limit, Supervisor};
+use crate::cluster::{self, ChildId, ClusterConfig, ClusterError, Limit, Parts, Supervisor};
 use crate::exit::Failure;
 use crate::job::{Case, Measured, RankJob, Report, Work};
 use crate::layout::Layout;
@@ -55,10 +55,11 @@ fn measure(
     // Before anything is started that would disturb it.
     let round_trip_ns = if args.json { None } else { machine::cache_line_round_trip_ns() };
     bar.set_message("starting the controller and the devices");
-    let config = ClusterConfig { layout, shards: args.shards };
+    let parts = if args.no_bind { Parts::anywhere() } else { Parts::new(layout) };
+    let config = ClusterConfig { layout, shards: args.shards, parts };
     let controller = cluster::start(&mut supervisor, &config)?;
     bar.set_message("waiting for the ranks to join");
-    let ranks = start_ranks(&mut supervisor, args, cases, layout, controller)?;
+    let ranks = start_ranks(&mut supervisor, args, cases, &config, controller)?;
     let mut reports = Reports::new(ranks.clone());
     let joined = Limit::new(JOIN_LIMIT);
     for report in reports.next_of_each(&mut supervisor, joined, "join")? {
@@ -106,13 +107,13 @@ fn start_ranks(
     supervisor: &mut Supervisor,
     args: &PerfArgs,
     cases: &[Case],
-    layout: &Layout,
+    config: &ClusterConfig<'_>,
     controller: SocketAddr,
 ) -> Result<Vec<ChildId>, Failure> {
     let work = Work::Perf { cases: cases.to_vec(), warmup: args.warmup, iterations: args.iterations };
     (0_u32..)
-        .zip(&layout.hosts)
-        .map(|(rank, host)| {
+        .zip(config.layout.hosts.iter().zip(&config.layout.leaves))
+        .map(|(rank, (host, &leaf))| {
             let job = RankJob {
                 controller,
                 job: "perf".into(),
@@ -123,7 +124,7 @@ fn start_ranks(
                 deadline_ms: args.timeout_s.saturating_mul(1000),
                 work: work.clone(),
             };
-            spawn_rank(supervisor, &job)
+            config.parts.within(leaf, || spawn_rank(supervisor, &job))
         })
         .collect()
 }

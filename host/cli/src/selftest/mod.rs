@@ -13,7 +13,7 @@ mod snapshot;
 mod table;
 
 use crate::address::ControllerAddress;
-use crate::cluster::{self, ClusterConfig, Supervisor};
+use crate::cluster::{self, ClusterConfig, Parts, Supervisor};
 use crate::exit::Failure;
 use crate::layout::Layout;
 use crate::size::SizeBytes;
@@ -90,7 +90,7 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
             };
             let layout = layout.map_err(Failure::Input)?;
             let started = supervisor.insert(Supervisor::new(ProgressBar::hidden(), verbose)?);
-            cluster::start(started, &ClusterConfig { layout: &layout, shards: 1 })?
+            cluster::start(started, &ClusterConfig { layout: &layout, shards: 1, parts: Parts::anywhere() })?
         }
     };
     let report = status(controller).map_err(Failure::run)?;

@@ -172,6 +172,8 @@ fn config(tree: &TreeMembership, table_version: u32) -> EndpointConfig {
         ranks: 1,
         child: tree.child,
         key: tree.key,
+        // One rank has nobody to share an answer with.
+        shared_key: None,
         parents: tree.parents.clone(),
         window_max: tree.window_max,
         window_start: tree.window_start,

@@ -57,6 +57,7 @@ impl Snapshot {
             retransmits: now.retransmits - then.retransmits,
             probes: now.probes - then.probes,
             dropped: now.dropped - then.dropped,
+            shared_results: now.shared_results - then.shared_results,
         }
     }
 
