@@ -12,6 +12,7 @@
 //! | [`op`], [`ids`], [`key`] | what an operation is, what things are called, who may contribute |
 //! | [`uplink`], [`rtt`], [`shard`] | a child's side of one hop, which ranks and inner nodes share; a node's shards |
 //! | [`time`] | time as an argument |
+//! | [`flash`] | block storage, and what it keeps when power fails |
 //! | `emu` (feature) | emulated links with faults, on virtual time |
 //! | `udp` (feature) | a port over real sockets, for hosted targets |
 //!
@@ -64,6 +65,7 @@
 pub mod ctrl;
 #[cfg(feature = "emu")]
 pub mod emu;
+pub mod flash;
 pub mod ids;
 pub mod key;
 pub mod op;

@@ -1,7 +1,11 @@
 //! The command line: what `--help` says, and which subcommands there are.
 
 use crate::collective::{AllGatherArgs, AllReduceArgs, BroadcastArgs, ReduceScatterArgs};
+use crate::devices::DevicesArgs;
 use crate::doctor::DoctorArgs;
+use crate::flash::FlashArgs;
+use crate::flash::worker::WorkerArgs;
+use crate::image::ImageArgs;
 use crate::perf::PerfArgs;
 use crate::plan::PlanArgs;
 use crate::selftest::SelftestArgs;
@@ -96,6 +100,21 @@ pub(crate) enum Command {
     /// Every line is ok, warn (works, but worse than it could) or missing, with what to do about it. Exit status 1 if
     /// something that perf needs does not work.
     Doctor(DoctorArgs),
+    /// Boot streams for BlueField-class cards: list, verify, build, extract, repack
+    Image(ImageArgs),
+    /// Push a boot stream to a BlueField-class card over rshim, and follow its boot
+    ///
+    /// Image and card are checked before anything is changed. The card counts as flashed when it says so, never before.
+    /// Ctrl-C stops writing and puts the card's settings back.
+    #[command(after_long_help = FLASH_HELP)]
+    Flash(FlashArgs),
+    /// List the cards that this host can flash, and what they say of themselves
+    ///
+    /// Reads each card's `misc`, and nothing else: opening its boot node would reset it.
+    Devices(DevicesArgs),
+    /// What talks to a card's driver for flash and devices
+    #[command(hide = true)]
+    RshimWorker(WorkerArgs),
     /// One rank of perf or a collective on files; its job comes on stdin
     #[command(hide = true)]
     Rank,
@@ -115,6 +134,7 @@ EXIT STATUS
   0    done; every element was right
   1    the run failed, or a result was wrong
   2    bad input or usage; nothing was written
+  10+  flash failed; each way has its own, see `sumac flash --help`
   130  interrupted by Ctrl-C (128 + the number of the signal)
 
 ENVIRONMENT
@@ -122,6 +142,7 @@ ENVIRONMENT
   MASTER_ADDR       the controller's host [default: 127.0.0.1] (library, status, selftest)
   SUMAC_PORT        the controller's port [default: 7847] (library, status, selftest)
   SUMAC_JOB         the job's name: ranks of the same name meet [default: default] (library)
+  SUMAC_CARDS       where flash keeps what each card has had [default: /var/lib/sumac/cards]
   SUMAC_LOG         log filter, as in `debug` or `sumac::controller=trace`; wins over -v
 
 Results go to stdout, logs and errors to stderr. Control ports listen on loopback only, as nothing is authenticated yet.";
@@ -207,6 +228,26 @@ EXAMPLES
 JSON
   levels root max_children max_link_sharing nodes[{name,level,parent,children}] ranks[{rank,host,leaf}]; the root is
   level 0 and its parent null; children are names of nodes and `rank N`.";
+
+const FLASH_HELP: &str = "\
+EXAMPLES
+  sumac flash sumac.bfb --key pub.pem
+  sumac flash sumac.bfb --rshim rshim1 --key pub.pem --dry-run
+  sumac flash bf-bundle.bfb --allow-unsigned --until rebooting
+
+JSON
+  outcome (ready, dry-run, refused, or the failure's name) exit_status card seen message advice
+  written_bytes restored not_restored boot_log[]
+
+EXIT STATUS
+  0 the card is ready   1 the run failed   2 bad usage or image, nothing was written
+  10 not-found     11 not-attached  12 nic-mode       13 secure-mode  14 drop-mode
+  15 busy          16 other-writer  17 not-draining   18 gone         19 time-limit
+  20 log-error     21 log-panic     22 log-exception  23 log-assert   24 log-critical
+  25 setting       26 locked        27 permission     28 image-changed
+  29 image         30 io            128 + n interrupted by signal n, as 130 for Ctrl-C
+
+What to do in each case is printed with the failure, and in the documentation of sumac_firmware::flash.";
 
 #[cfg(test)]
 mod tests {

@@ -11,9 +11,12 @@ mod address;
 mod args;
 mod cluster;
 mod collective;
+mod devices;
 mod doctor;
 mod exit;
 mod files;
+mod flash;
+mod image;
 mod job;
 mod layout;
 mod logging;
@@ -51,6 +54,10 @@ fn main() -> ExitCode {
         Command::Status(args) => status::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Doctor(args) => doctor::run(&args),
+        Command::Image(args) => image::run(&args),
+        Command::Flash(args) => flash::run(&args),
+        Command::Devices(args) => devices::run(&args),
+        Command::RshimWorker(args) => flash::worker::run(&args),
         Command::Rank => worker::run(),
     };
     exit::report(outcome)

@@ -13,7 +13,7 @@ mod events;
 mod process;
 mod start;
 
-pub(crate) use process::die_with_supervisor;
+pub(crate) use process::{die_with_supervisor, supervised};
 pub(crate) use start::{ClusterConfig, LISTENING, READY, start};
 
 use crate::exit::Failure;
