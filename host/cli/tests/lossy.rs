@@ -145,7 +145,7 @@ impl Outcome {
 }
 
 fn all_reduce(dtype: &str, op: &str, count: u64) -> Value {
-    json!({ "collective": "AllReduce", "dtype": dtype, "op": op, "count": count, "algo": "Tree" })
+    json!({ "collective": "AllReduce", "dtype": dtype, "op": op, "root": 0, "count": count, "algo": "Tree" })
 }
 
 #[test]
@@ -156,7 +156,7 @@ fn a_relay_without_faults_changes_nothing() {
         all_reduce("Bf16", "Max", 1001),
         all_reduce("I64", "Sum", 8192),
         all_reduce("F32", "Sum", 1 << 18),
-        json!({ "collective": "Barrier", "dtype": "F32", "op": "Sum", "count": 0, "algo": "Tree" }),
+        json!({ "collective": "Barrier", "dtype": "F32", "op": "Sum", "root": 0, "count": 0, "algo": "Tree" }),
     ];
     let scenario = Scenario { faults: Faults::default(), shards: 2, order: "Arrival", iterations: 5, cases };
     let outcome = scenario.run();
