@@ -15,6 +15,7 @@
 //! | [`op`], [`ids`], [`key`] | what an operation is, what things are called, who may contribute |
 //! | [`uplink`], [`rtt`], [`shard`] | a child's side of one hop, which ranks and inner nodes share; a node's shards |
 //! | [`time`] | time as an argument |
+//! | [`flash`] | block storage, and what it keeps when power fails |
 //! | `emu` (feature) | emulated links with faults, on virtual time; an emulated DMA engine |
 //! | `shm` (feature) | shared memory, futex and descriptor passing: the bus between processes of one machine |
 //! | `udp` (feature) | a port over real sockets, for hosted targets |
@@ -69,6 +70,7 @@ pub mod ctrl;
 pub mod dma;
 #[cfg(feature = "emu")]
 pub mod emu;
+pub mod flash;
 pub mod ids;
 pub mod key;
 pub mod mmio;

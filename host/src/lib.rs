@@ -19,7 +19,8 @@ pub mod topo;
 
 pub use choice::Algo;
 pub use comm::{
-    Buffers, CallOptions, Communicator, Element, Error, Handle, JoinConfig, JoinError, MessageHandle, Outcome,
+    BUCKET_BYTES, Buffers, CallOptions, Canceller, Cart, Communicator, Element, Error, Handle, JoinConfig, JoinError,
+    MessageHandle, Outcome, SplitError,
 };
 pub use sumac_hal::ctrl::Order;
 pub use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};

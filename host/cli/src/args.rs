@@ -1,9 +1,14 @@
 //! The command line: what `--help` says, and which subcommands there are.
 
-use crate::all_reduce::AllReduceArgs;
+use crate::collective::{AllGatherArgs, AllReduceArgs, BroadcastArgs, ReduceScatterArgs};
+use crate::devices::DevicesArgs;
 use crate::doctor::DoctorArgs;
+use crate::flash::FlashArgs;
+use crate::flash::worker::WorkerArgs;
+use crate::image::ImageArgs;
 use crate::perf::PerfArgs;
 use crate::plan::PlanArgs;
+use crate::selftest::SelftestArgs;
 use crate::server::{ControllerArgs, DeviceArgs};
 use crate::status::StatusArgs;
 use clap::{ArgAction, Parser, Subcommand};
@@ -37,12 +42,30 @@ pub(crate) enum Command {
     /// 2 (N-1) / N for N ranks, nccl-tests' factor, whatever the path. algo is what was asked for, path what was taken.
     #[command(after_long_help = PERF_HELP)]
     Perf(PerfArgs),
-    /// Reduce arrays of .npy files, one rank process per file
+    /// Reduce the arrays of .npy or .safetensors files, one rank process per file
     ///
-    /// All inputs are checked before anything is started: shapes and element types must be the same, in C or Fortran
-    /// order. The output has the first input's order. It appears whole or not at all.
+    /// All inputs are checked before anything is started: names, shapes and element types must be the same; .npy
+    /// arrays may be in C or Fortran order. The output has the first input's order and metadata. It appears whole or not at
+    /// all.
     #[command(after_long_help = ALL_REDUCE_HELP)]
     AllReduce(AllReduceArgs),
+    /// Reduce the arrays of files, and cut the result into one part a rank
+    ///
+    /// As all-reduce; each array is cut along axis 0, which must be a multiple of the number of ranks, and rank r writes
+    /// the r-th part, in C order. The parts appear all or none.
+    #[command(after_long_help = REDUCE_SCATTER_HELP)]
+    ReduceScatter(ReduceScatterArgs),
+    /// Join the arrays of files along axis 0, as numpy.concatenate does, in order of the inputs
+    ///
+    /// Names, element types and the other axes must be the same. The output is in C order and has the first input's
+    /// metadata.
+    #[command(after_long_help = ALL_GATHER_HELP)]
+    AllGather(AllGatherArgs),
+    /// Send one rank's file to all others, and check that all got the same bytes
+    ///
+    /// The output is written by the rank behind the root, from what it got.
+    #[command(after_long_help = BROADCAST_HELP)]
+    Broadcast(BroadcastArgs),
     /// Run an emulated device: the device runtime as an ordinary process
     ///
     /// Prints `ready NAME` once the controller knows it; serves until SIGINT or SIGTERM.
@@ -56,6 +79,17 @@ pub(crate) enum Command {
     Controller(ControllerArgs),
     /// Show what a controller knows: fabric, devices and jobs
     Status(StatusArgs),
+    /// Test every link of a cluster on its own: rank to device, and device to device
+    ///
+    /// Asks the controller that --controller, MASTER_ADDR or SUMAC_PORT name, and tests from here; where none is
+    /// named, starts devices on this machine as perf does. Every device is tested alone, then every pair of devices, by
+    /// jobs whose tree is pinned to them. Exit status 1 if a link loses more than --max-loss, or does not work.
+    ///
+    /// round trip is the median of small operations; of a link between devices, what it adds to the link of the
+    /// device that is reached from here. bandwidth is that of large operations, each way at once; between devices, that
+    /// of the whole way from here.
+    #[command(after_long_help = SELFTEST_HELP)]
+    Selftest(SelftestArgs),
     /// Plan the aggregation tree of some hosts on a fabric
     ///
     /// Picks a root and a tree with the fewest levels and the least link sharing, within each node's limit.
@@ -66,7 +100,22 @@ pub(crate) enum Command {
     /// Every line is ok, warn (works, but worse than it could) or missing, with what to do about it. Exit status 1 if
     /// something that perf needs does not work.
     Doctor(DoctorArgs),
-    /// One rank of perf or all-reduce; its job comes on stdin
+    /// Boot streams for BlueField-class cards: list, verify, build, extract, repack
+    Image(ImageArgs),
+    /// Push a boot stream to a BlueField-class card over rshim, and follow its boot
+    ///
+    /// Image and card are checked before anything is changed. The card counts as flashed when it says so, never before.
+    /// Ctrl-C stops writing and puts the card's settings back.
+    #[command(after_long_help = FLASH_HELP)]
+    Flash(FlashArgs),
+    /// List the cards that this host can flash, and what they say of themselves
+    ///
+    /// Reads each card's `misc`, and nothing else: opening its boot node would reset it.
+    Devices(DevicesArgs),
+    /// What talks to a card's driver for flash and devices
+    #[command(hide = true)]
+    RshimWorker(WorkerArgs),
+    /// One rank of perf or a collective on files; its job comes on stdin
     #[command(hide = true)]
     Rank,
 }
@@ -77,19 +126,23 @@ EXAMPLES
   sumac perf -e 1M --algo tree --ranks 8 --json
   sumac plan --topology fabric.txt --hosts 64
   sumac all-reduce --input a.npy --input b.npy --output sum.npy
+  sumac reduce-scatter --input a.safetensors --input b.safetensors --output-dir parts
+  sumac selftest
   sumac doctor
 
 EXIT STATUS
   0    done; every element was right
   1    the run failed, or a result was wrong
   2    bad input or usage; nothing was written
+  10+  flash failed; each way has its own, see `sumac flash --help`
   130  interrupted by Ctrl-C (128 + the number of the signal)
 
 ENVIRONMENT
   RANK, WORLD_SIZE  this rank and how many there are, as launchers set them (library)
-  MASTER_ADDR       the controller's host [default: 127.0.0.1] (library, status)
-  SUMAC_PORT        the controller's port [default: 7847] (library, status)
+  MASTER_ADDR       the controller's host [default: 127.0.0.1] (library, status, selftest)
+  SUMAC_PORT        the controller's port [default: 7847] (library, status, selftest)
   SUMAC_JOB         the job's name: ranks of the same name meet [default: default] (library)
+  SUMAC_CARDS       where flash keeps what each card has had [default: /var/lib/sumac/cards]
   SUMAC_LOG         log filter, as in `debug` or `sumac::controller=trace`; wins over -v
 
 Results go to stdout, logs and errors to stderr. Control ports listen on loopback only, as nothing is authenticated yet.";
@@ -114,9 +167,57 @@ const ALL_REDUCE_HELP: &str = "\
 EXAMPLES
   sumac all-reduce --op sum --input r0.npy --input r1.npy --output out.npy
   sumac all-reduce --op max --algo ring --input r0.npy --input r1.npy --output out.npy
+  sumac all-reduce --op avg --input a.safetensors --input b.safetensors --output mean.safetensors
+
+FILES
+  .safetensors: every tensor, by name; tensors that only some inputs have are an error that names them. Tensors of one
+  element type share operations of up to 25 MiB. I8 U8 I16 U16 I32 U32 I64 U64 F16 BF16 F32 F64 F8_E4M3 F8_E5M2.
+  Any other name: .npy of |i1 |u1 <i2 <u2 <i4 <u4 <i8 <u8 <f2 <f4 <f8.
 
 EXIT STATUS
   0 written, 1 the run failed, 2 bad input; there is no output file unless the status is 0";
+
+const REDUCE_SCATTER_HELP: &str = "\
+EXAMPLES
+  sumac reduce-scatter --input r0.npy --input r1.npy --output 'part-{rank}.npy'
+  sumac reduce-scatter --op max --input a.safetensors --input b.safetensors --output-dir parts
+
+FILES
+  As in `sumac all-reduce --help`. In parts of .safetensors files every tensor is cut.
+
+EXIT STATUS
+  0 written, 1 the run failed, 2 bad input; there are no parts unless the status is 0";
+
+const ALL_GATHER_HELP: &str = "\
+EXAMPLES
+  sumac all-gather --input part-0.npy --input part-1.npy --output whole.npy
+
+FILES
+  As in `sumac all-reduce --help`. Where axis 0 differs, shorter arrays travel padded to the longest.
+
+EXIT STATUS
+  0 written, 1 the run failed, 2 bad input; there is no output file unless the status is 0";
+
+const BROADCAST_HELP: &str = "\
+EXAMPLES
+  sumac broadcast --input model.safetensors --ranks 8 --output copy.safetensors
+  sumac broadcast --input a.npy --root 2 --ranks 3 --output b.npy
+
+EXIT STATUS
+  0 written, and all ranks got the same; 1 the run failed; 2 bad input; there is no output file unless the status is 0";
+
+const SELFTEST_HELP: &str = "\
+EXAMPLES
+  sumac selftest                                  the links of devices that it starts here
+  sumac selftest --controller 127.0.0.1:7847
+  sumac selftest --device leaf0 --device spine0 --max-loss 0.01 --json
+
+JSON
+  One object a link: from to ok packets lost loss_percent latency_us bandwidth_gbytes_s problem. from is `rank` or a
+  device; figures of a link over which nothing came back are null; problem is null if ok.
+
+EXIT STATUS
+  0 all links good, 1 a link is bad or the controller is not reached, 2 bad usage, 130 interrupted";
 
 const PLAN_HELP: &str = "\
 EXAMPLES
@@ -127,6 +228,26 @@ EXAMPLES
 JSON
   levels root max_children max_link_sharing nodes[{name,level,parent,children}] ranks[{rank,host,leaf}]; the root is
   level 0 and its parent null; children are names of nodes and `rank N`.";
+
+const FLASH_HELP: &str = "\
+EXAMPLES
+  sumac flash sumac.bfb --key pub.pem
+  sumac flash sumac.bfb --rshim rshim1 --key pub.pem --dry-run
+  sumac flash bf-bundle.bfb --allow-unsigned --until rebooting
+
+JSON
+  outcome (ready, dry-run, refused, or the failure's name) exit_status card seen message advice
+  written_bytes restored not_restored boot_log[]
+
+EXIT STATUS
+  0 the card is ready   1 the run failed   2 bad usage or image, nothing was written
+  10 not-found     11 not-attached  12 nic-mode       13 secure-mode  14 drop-mode
+  15 busy          16 other-writer  17 not-draining   18 gone         19 time-limit
+  20 log-error     21 log-panic     22 log-exception  23 log-assert   24 log-critical
+  25 setting       26 locked        27 permission     28 image-changed
+  29 image         30 io            128 + n interrupted by signal n, as 130 for Ctrl-C
+
+What to do in each case is printed with the failure, and in the documentation of sumac_firmware::flash.";
 
 #[cfg(test)]
 mod tests {

@@ -5,6 +5,7 @@
 //! | 0 | done, every element right |
 //! | 1 | the run failed, or a result was wrong |
 //! | 2 | bad input or usage; nothing was started and nothing written |
+//! | 10 to 30 | `flash` failed; each way has its own, see `sumac_firmware::flash` |
 //! | 128 + n | ended by signal n: 130 for Ctrl-C |
 
 use std::io;
@@ -19,6 +20,8 @@ pub(crate) enum Failure {
     Run(anyhow::Error),
     /// Status 1 without a message: what is wrong has been printed already.
     Reported,
+    /// This status, without a message: what is wrong has been printed already.
+    Status(u8),
     /// Status 128 + n: signal n asked for it.
     Signal(i32),
 }
@@ -47,6 +50,7 @@ pub(crate) fn report(outcome: Result<(), Failure>) -> ExitCode {
     let (error, status) = match outcome {
         Ok(()) => return ExitCode::SUCCESS,
         Err(Failure::Reported) => return ExitCode::FAILURE,
+        Err(Failure::Status(status)) => return ExitCode::from(status),
         Err(Failure::Signal(signal)) => {
             return ExitCode::from(128_u8.saturating_add(u8::try_from(signal).unwrap_or(0)));
         }

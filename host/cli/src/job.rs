@@ -1,9 +1,10 @@
 //! What a supervisor says to the ranks that it starts, and what they answer: JSON, one object a line.
 //!
 //! A rank reads one [`RankJob`] from stdin and prints [`Report`]s on stdout: [`Report::Joined`], then one
-//! [`Report::Measured`] or [`Report::NotPossible`] a case, or one [`Report::Reduced`]. A rank that fails prints nothing more, says why on stderr
-//! and exits with status 1.
+//! [`Report::Measured`] or [`Report::NotPossible`] a case, or one [`Report::Combined`]. A rank that fails prints nothing more, says why
+//! on stderr and exits with status 1.
 
+use crate::collective::Piece;
 use crate::options::Algo;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
@@ -45,19 +46,27 @@ pub(crate) enum Work {
         /// Measured iterations of each.
         iterations: u32,
     },
-    /// Reduce an array of a file over all ranks.
-    Reduce {
-        /// This rank's array.
-        input: PathBuf,
-        /// Whether to see the array's elements in Fortran order.
-        fortran_order: bool,
-        /// The operator.
-        op: ReduceOp,
-        /// The way asked for.
-        algo: Algo,
-        /// Where to append the result's bytes, on the one rank that does.
-        output: Option<PathBuf>,
-    },
+    /// Combine the tensors of files.
+    Files(FileWork),
+}
+
+/// A rank's part of a collective on files.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct FileWork {
+    /// The collective.
+    pub(crate) collective: Collective,
+    /// The operator; of no meaning where nothing is reduced.
+    pub(crate) op: ReduceOp,
+    /// The root; of no meaning where there is none.
+    pub(crate) root: u32,
+    /// The way asked for.
+    pub(crate) algo: Algo,
+    /// This rank's file, if it contributes.
+    pub(crate) input: Option<PathBuf>,
+    /// The tensors, in an order that is the same at all ranks.
+    pub(crate) pieces: Vec<Piece>,
+    /// The file to write results to, behind what is there, if this rank does.
+    pub(crate) output: Option<PathBuf>,
 }
 
 /// One row of a measurement.
@@ -108,15 +117,15 @@ pub(crate) enum Report {
         /// The first condition that rules it out.
         why: String,
     },
-    /// The array is reduced.
-    Reduced {
-        /// CRC-32C of the result, which all ranks must agree on.
+    /// The files' tensors are combined.
+    Combined {
+        /// CRC-32C of the results, which ranks that get the same must agree on.
         crc: u32,
-        /// The operation's time in nanoseconds.
+        /// The operations' time in nanoseconds.
         time_ns: u64,
-        /// The way it took.
-        path: Path,
-        /// Why it took another one than asked for.
+        /// The ways that they took, and how many took each.
+        paths: Vec<(Path, u32)>,
+        /// Why one took another way than asked for.
         fallback: Option<String>,
     },
 }

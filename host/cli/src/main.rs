@@ -1,26 +1,31 @@
 //! The `sumac` command: the one place where controller, devices and ranks are put together.
 //!
 //! Every subcommand is a module with its options (clap) and a `run`. Three kinds of process come from this one
-//! binary: the *supervisor* (`perf`, `all-reduce`) starts a controller, emulated devices and ranks as children of its
+//! binary: the *supervisor* (`perf`, `all-reduce`, ...) starts a controller, emulated devices and ranks as children of its
 //! own, talks to them in lines over pipes ([`cluster`]), and leaves none of them behind.
 //!
 //! Invariants: results go to stdout and everything else to stderr; the exit status is one of those in
 //! [`exit`]; no outside input (option, file, environment, peer) panics.
 
-mod all_reduce;
+mod address;
 mod args;
 mod cluster;
+mod collective;
+mod devices;
 mod doctor;
 mod exit;
+mod files;
+mod flash;
+mod image;
 mod job;
 mod layout;
 mod logging;
 mod machine;
-mod npy;
 mod options;
 mod pattern;
 mod perf;
 mod plan;
+mod selftest;
 mod server;
 mod size;
 mod stats;
@@ -39,12 +44,20 @@ fn main() -> ExitCode {
     logging::init(cli.verbose);
     let outcome = match cli.command {
         Command::Perf(args) => perf::run(&args, cli.verbose),
-        Command::AllReduce(args) => all_reduce::run(&args, cli.verbose),
+        Command::AllReduce(args) => collective::all_reduce(&args, cli.verbose),
+        Command::ReduceScatter(args) => collective::reduce_scatter(&args, cli.verbose),
+        Command::AllGather(args) => collective::all_gather(&args, cli.verbose),
+        Command::Broadcast(args) => collective::broadcast(&args, cli.verbose),
         Command::Device(args) => server::run_device(args),
         Command::Controller(args) => server::run_controller(&args),
+        Command::Selftest(args) => selftest::run(&args, cli.verbose),
         Command::Status(args) => status::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Doctor(args) => doctor::run(&args),
+        Command::Image(args) => image::run(&args),
+        Command::Flash(args) => flash::run(&args),
+        Command::Devices(args) => devices::run(&args),
+        Command::RshimWorker(args) => flash::worker::run(&args),
         Command::Rank => worker::run(),
     };
     exit::report(outcome)

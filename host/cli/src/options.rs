@@ -25,6 +25,13 @@ pub(crate) fn op_parser() -> impl TypedValueParser<Value = ReduceOp> {
     PossibleValuesParser::new(names).try_map(|name| ReduceOp::from_name(&name).ok_or(Unknown))
 }
 
+/// Accept the name of an operator that takes plain arrays: no pairs with locations, no scalar for each rank.
+pub(crate) fn array_op_parser() -> impl TypedValueParser<Value = ReduceOp> {
+    let plain = |op: &&ReduceOp| !op.is_located() && **op != ReduceOp::PremulSum;
+    let names = ReduceOp::ALL.iter().filter(plain).map(|op| op.name());
+    PossibleValuesParser::new(names).try_map(|name| ReduceOp::from_name(&name).ok_or(Unknown))
+}
+
 /// Accept a collective's name.
 pub(crate) fn collective_parser() -> impl TypedValueParser<Value = Collective> {
     // All-to-all-v has counts of its own at each rank, which no option says.

@@ -1,26 +1,17 @@
 //! `sumac status`: what a controller knows.
 
+use crate::address::ControllerAddress;
 use crate::exit::Failure;
-use anyhow::{Context, anyhow};
 use clap::Args;
 use std::io::{self, Write};
-use std::net::{SocketAddr, ToSocketAddrs};
-use sumac::comm::DEFAULT_PORT;
 use sumac::controller::proto::{DeviceStatus, JobStatus, StatusReport};
 use sumac::controller::status;
 
 /// `sumac status`.
 #[derive(Debug, Args)]
 pub(crate) struct StatusArgs {
-    /// The controller [default: that of MASTER_ADDR and SUMAC_PORT]
-    #[arg(long, value_name = "ADDRESS")]
-    controller: Option<SocketAddr>,
-    /// The controller's host
-    #[arg(long, env = "MASTER_ADDR", hide = true, default_value = "127.0.0.1")]
-    master_addr: String,
-    /// The controller's port
-    #[arg(long, env = "SUMAC_PORT", hide = true, default_value_t = DEFAULT_PORT)]
-    port: u16,
+    #[command(flatten)]
+    controller: ControllerAddress,
     /// Print everything as JSON
     #[arg(long)]
     json: bool,
@@ -28,7 +19,7 @@ pub(crate) struct StatusArgs {
 
 /// Ask and print.
 pub(crate) fn run(args: &StatusArgs) -> Result<(), Failure> {
-    let report = status(args.controller()?).map_err(Failure::run)?;
+    let report = status(args.controller.or_default()?).map_err(Failure::run)?;
     let mut out = io::stdout().lock();
     if args.json {
         serde_json::to_writer_pretty(&mut out, &report).map_err(io::Error::from)?;
@@ -37,19 +28,6 @@ pub(crate) fn run(args: &StatusArgs) -> Result<(), Failure> {
         write_report(&mut out, &report)?;
     }
     Ok(out.flush()?)
-}
-
-impl StatusArgs {
-    fn controller(&self) -> Result<SocketAddr, Failure> {
-        if let Some(addr) = self.controller {
-            return Ok(addr);
-        }
-        let resolved = (self.master_addr.as_str(), self.port).to_socket_addrs();
-        let resolved =
-            resolved.with_context(|| format!("MASTER_ADDR {:?}", self.master_addr)).map_err(Failure::Input)?;
-        let none = || Failure::Input(anyhow!("MASTER_ADDR {:?} has no address", self.master_addr));
-        resolved.into_iter().next().ok_or_else(none)
-    }
 }
 
 fn write_report(out: &mut impl Write, report: &StatusReport) -> io::Result<()> {

@@ -4,27 +4,23 @@
 //! no checking. Every iteration starts after a barrier, so that the time is the operation's and not that of waiting for
 //! a rank that is still checking its last result.
 
+use crate::collective;
 use crate::exit::Failure;
 use crate::job::{Case, Measured, RankJob, Report, Work};
-use crate::npy::Array;
-use crate::options::Algo;
 use crate::workload::Workload;
 use anyhow::{Context, anyhow};
 use rustix::time::{ClockId, clock_gettime};
-use std::fs::OpenOptions;
 use std::io::{self, Write};
-use std::path::Path;
 use std::time::{Duration, Instant};
-use sumac::{CallOptions, Communicator, JoinConfig, Outcome, ReduceOp};
+use sumac::{CallOptions, Communicator, JoinConfig, Outcome};
 use sumac_hal::op::OpDesc;
-use sumac_hal::wire::crc32c;
 
 /// Read the job from stdin, do it, and report on stdout.
 pub(crate) fn run() -> Result<(), Failure> {
     let mut line = String::new();
     io::stdin().read_line(&mut line)?;
     let job: RankJob = serde_json::from_str(&line)
-        .context("stdin holds no job for a rank; `sumac perf` and `sumac all-reduce` start ranks")
+        .context("stdin holds no job for a rank; `sumac perf`, `sumac all-reduce` and the like start ranks")
         .map_err(Failure::Input)?;
     let mut config = JoinConfig::new(job.controller, job.job.as_str(), job.rank, job.world);
     config.host = Some(job.host.clone());
@@ -39,9 +35,7 @@ pub(crate) fn run() -> Result<(), Failure> {
                 report(&bench.measure(case)?)?;
             }
         }
-        Work::Reduce { input, fortran_order, op, algo, output } => {
-            report(&reduce(&communicator, (input, *fortran_order), (*op, *algo), output.as_deref())?)?;
-        }
+        Work::Files(work) => report(&collective::run_rank(&communicator, work)?)?,
     }
     communicator.leave();
     Ok(())
@@ -118,34 +112,6 @@ fn add(sum: &mut Measured, outcome: Outcome) {
 
 fn failed(case: &Case, error: &sumac::Error) -> Failure {
     Failure::Run(anyhow!("{} of {} bytes by {}: {error}", case.collective, case.size_bytes(), case.algo))
-}
-
-/// Reduce the array of a file, and write the result if this rank is the one that does.
-fn reduce(
-    communicator: &Communicator,
-    (input, fortran_order): (&Path, bool),
-    (op, algo): (ReduceOp, Algo),
-    output: Option<&Path>,
-) -> Result<Report, Failure> {
-    let array = Array::inspect(input).map_err(Failure::input)?;
-    let mut bytes = array.read(fortran_order).map_err(Failure::input)?;
-    communicator.barrier().map_err(Failure::run)?;
-    let start = Instant::now();
-    let options = CallOptions { algo: Some(algo), ..CallOptions::default() };
-    let count = bytes.len() / array.dtype().size_bytes();
-    let desc = OpDesc::all_reduce(array.dtype(), op, count as u64);
-    let outcome = communicator.run(&desc, bytes.as_mut_slice(), &options).map_err(Failure::run)?;
-    let time = start.elapsed();
-    if let Some(path) = output {
-        let write = || OpenOptions::new().append(true).open(path)?.write_all(&bytes);
-        write().with_context(|| format!("cannot write {}", path.display())).map_err(Failure::Run)?;
-    }
-    Ok(Report::Reduced {
-        crc: crc32c(&bytes),
-        time_ns: u64::try_from(time.as_nanos()).unwrap_or(u64::MAX),
-        path: outcome.path,
-        fallback: outcome.fallback,
-    })
 }
 
 /// Return the processor time that this process has used, user and system, all threads.

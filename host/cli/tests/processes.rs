@@ -107,6 +107,20 @@ fn a_rank_that_dies_ends_the_run() {
 }
 
 #[test]
+fn an_interrupted_selftest_ends_with_130() {
+    let mut running = Running::start(&["selftest", "--json", "-n", "1000000", "--levels", "1"]);
+    // The controller and a device; from then on it measures, for far longer than the test takes.
+    while running.children.len() < 2 {
+        let ended = running.supervisor.as_mut().and_then(|supervisor| supervisor.try_wait().expect("asked"));
+        assert_eq!(ended, None, "it ended before it had children");
+        running.children = children(running.supervisor().id());
+    }
+    running.signal(Signal::INT);
+    let output = running.end();
+    assert_eq!(exit_status(&output), 130, "{}", stderr(&output));
+}
+
+#[test]
 fn an_interrupted_all_reduce_leaves_no_file() {
     let dir = Dir::new("interrupted");
     let values = vec![1.0; 1 << 23];

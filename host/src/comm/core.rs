@@ -20,17 +20,19 @@ use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
 use sumac_hal::udp::{UdpPort, Waker};
 
-/// The first rank that the controller said is lost.
+/// What ends a communicator from outside of its calls: the first rank that the controller said is lost, and this rank's
+/// own wish.
 #[derive(Debug)]
 pub(super) struct Lost {
     is_set: AtomicBool,
+    is_cancelled: AtomicBool,
     rank: Mutex<Option<Rank>>,
     waker: Waker,
 }
 
 impl Lost {
     pub(super) const fn new(waker: Waker) -> Self {
-        Self { is_set: AtomicBool::new(false), rank: Mutex::new(None), waker }
+        Self { is_set: AtomicBool::new(false), is_cancelled: AtomicBool::new(false), rank: Mutex::new(None), waker }
     }
 
     pub(super) fn set(&self, rank: Rank) {
@@ -39,6 +41,16 @@ impl Lost {
         }
         self.is_set.store(true, Ordering::Release);
         self.waker.wake();
+    }
+
+    /// This rank's own program wants no more of the communicator.
+    pub(super) fn cancel(&self) {
+        self.is_cancelled.store(true, Ordering::Release);
+        self.waker.wake();
+    }
+
+    pub(super) fn is_cancelled(&self) -> bool {
+        self.is_cancelled.load(Ordering::Acquire)
     }
 
     pub(super) fn rank(&self) -> Option<Rank> {
@@ -129,6 +141,7 @@ pub(super) struct Core {
     pub(super) completed_below: u64,
     /// Operations that ran by a schedule.
     pub(super) scheduled: u64,
+    splits: u64,
     ended: Option<Error>,
     fallback_told: bool,
 }
@@ -161,9 +174,16 @@ impl Core {
             next_handle: 0,
             completed_below: 0,
             scheduled: 0,
+            splits: 0,
             ended: None,
             fallback_told: false,
         }
+    }
+
+    /// Return what a sub-communicator takes over, and the number of this split.
+    pub(super) fn next_split(&mut self) -> (JoinConfig, u64) {
+        self.splits += 1;
+        (self.config.clone(), self.splits - 1)
     }
 
     pub(super) fn explain(&self, desc: &OpDesc, options: &CallOptions) -> Explanation {
@@ -358,6 +378,7 @@ impl Core {
     pub(super) fn usable(&self) -> Result<(), Error> {
         match &self.ended {
             Some(error) => Err(Error::Ended(Box::new(error.clone()))),
+            None if self.lost.is_cancelled() => Err(Error::Cancelled),
             None => Ok(()),
         }
     }
@@ -424,6 +445,10 @@ impl Core {
     pub(super) fn note_end(&mut self, error: &Error) {
         if !error.is_harmless() && self.ended.is_none() {
             self.ended = Some(error.clone());
+        }
+        if matches!(error, Error::Cancelled) {
+            // Without a word of leaving: the controller tells the others that this rank is lost.
+            self.session = None;
         }
     }
 

@@ -56,6 +56,9 @@ pub enum Error {
     /// A schedule failed in another way.
     #[error(transparent)]
     Schedule(ExecError),
+    /// This rank's own program ended the communicator.
+    #[error("cancelled by this rank's own program; the other ranks are told that it is lost")]
+    Cancelled,
     /// An earlier call ended the communicator.
     #[error("the communicator is at its end since an earlier call failed: {0}")]
     Ended(Box<Self>),

@@ -129,7 +129,7 @@ pub enum JoinError {
 }
 
 /// Join: returns what a communicator is made of.
-pub(super) fn join(config: JoinConfig) -> Result<Core, JoinError> {
+pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     let listener = TcpListener::bind((config.bind, 0));
     let listen = |source| JoinError::Listen { addr: config.bind, source };
     let listener = listener.map_err(listen)?;
@@ -165,6 +165,7 @@ pub(super) fn join(config: JoinConfig) -> Result<Core, JoinError> {
             if tree.parents.is_empty() || tree.window_max == 0 {
                 return Err(JoinError::Membership(format!("a tree with leaf {:?} but no way to it", tree.leaf)));
             }
+            config.host = config.host.or_else(|| tree.host.clone());
             Some(TreeDriver::new(Endpoint::new(endpoint_config(&tree, rank, world, table_version)), port))
         }
         Err(why) => {

@@ -18,7 +18,9 @@
 //! Started operations ([`Communicator::start_all_reduce`]) own their buffer until they are waited for, so that a
 //! handle may be forgotten. They advance while any call of the communicator runs; there is no progress thread.
 
+mod bucket;
 mod calls;
+mod cart;
 mod core;
 mod element;
 mod error;
@@ -27,16 +29,20 @@ mod handle;
 mod join;
 mod messages;
 mod progress;
+mod split;
 mod start;
 
 pub use crate::exec::Buffers;
+pub use bucket::BUCKET_BYTES;
+pub use cart::Cart;
 pub use element::Element;
 pub use error::Error;
 pub use handle::Handle;
 pub use join::{DEFAULT_PORT, JoinConfig, JoinError};
 pub use messages::MessageHandle;
+pub use split::SplitError;
 
-use self::core::Core;
+use self::core::{Core, Lost};
 use crate::choice::{Algo, Explanation};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -74,6 +80,7 @@ pub struct Outcome {
 #[derive(Debug)]
 pub struct Communicator {
     core: Arc<Mutex<Core>>,
+    lost: Arc<Lost>,
     rank: u32,
     size: u32,
 }
@@ -85,7 +92,9 @@ impl Communicator {
     /// [`JoinError`] if controller, ports or job are not to be had.
     pub fn join(config: JoinConfig) -> Result<Self, JoinError> {
         let (rank, size) = (config.rank, config.world);
-        Ok(Self { core: Arc::new(Mutex::new(join::join(config)?)), rank, size })
+        let core = join::join(config)?;
+        let lost = Arc::clone(&core.lost);
+        Ok(Self { core: Arc::new(Mutex::new(core)), lost, rank, size })
     }
 
     /// Return this rank.
@@ -96,6 +105,16 @@ impl Communicator {
     /// Return the number of ranks.
     pub const fn size(&self) -> u32 {
         self.size
+    }
+
+    /// Return the name: the job's, with what it was split off by.
+    pub fn name(&self) -> String {
+        self.lock().config.job.clone()
+    }
+
+    /// Return what ends this communicator from another thread, while a call on it waits.
+    pub fn canceller(&self) -> Canceller {
+        Canceller { lost: Arc::clone(&self.lost) }
     }
 
     /// Say which path an operation would take, what each would cost, or why it is not possible.
@@ -110,6 +129,20 @@ impl Communicator {
 
     fn lock(&self) -> MutexGuard<'_, Core> {
         lock(&self.core)
+    }
+}
+
+/// Ends a communicator from another thread: the call that waits returns [`Error::Cancelled`], as does every later one,
+/// and the other ranks are told that this one is lost. What an operation had written is chunk by chunk old or new.
+#[derive(Debug, Clone)]
+pub struct Canceller {
+    lost: Arc<Lost>,
+}
+
+impl Canceller {
+    /// End the communicator.
+    pub fn cancel(&self) {
+        self.lost.cancel();
     }
 }
 

@@ -3,7 +3,7 @@
 //! Progress is made by whoever calls: `wait`, `test` and blocking calls drive the tree's endpoint; a schedule runs
 //! when it is waited for, and drives the endpoint meanwhile.
 
-use super::core::{Core, InTree};
+use super::core::{Core, InTree, Lost};
 use super::error::Error;
 use super::extent::Extent;
 use crate::coll::{ALGORITHMS, Problem, Schedule, pairwise};
@@ -78,6 +78,9 @@ impl Core {
         }
         if self.completed_below > completed {
             return Ok(());
+        }
+        if self.lost.is_cancelled() {
+            return Err(Error::Cancelled);
         }
         let now = Instant::now();
         if now >= at {
@@ -172,8 +175,10 @@ impl Core {
         // What is told to the tree leaves before the schedule begins.
         along.check()?;
         let result = execute(mesh, schedule, kernel.as_ref(), buffers, &ctx, &mut along);
-        match (result, along.mismatch) {
+        let mismatch = along.mismatch;
+        match (result, mismatch) {
             (Err(_), Some(error)) => Err(error.into()),
+            (Err(_), None) if self.lost.is_cancelled() => Err(Error::Cancelled),
             (result, _) => Ok(result?),
         }
     }
@@ -185,6 +190,7 @@ impl Core {
             owned: &mut self.owned,
             completed_below: &mut self.completed_below,
             rank: Rank(self.config.rank),
+            lost: &self.lost,
             wake_at: None,
             mismatch: None,
         };
@@ -198,6 +204,7 @@ pub(super) struct Along<'c> {
     owned: &'c mut BTreeMap<OpId, InTree>,
     completed_below: &'c mut u64,
     rank: Rank,
+    lost: &'c Lost,
     wake_at: Option<Instant>,
     mismatch: Option<EndpointError>,
 }
@@ -208,6 +215,9 @@ impl Interrupt for Along<'_> {
     }
 
     fn check(&mut self) -> Result<(), ExecError> {
+        if self.lost.is_cancelled() {
+            return Err(ExecError::Interrupted { rank: self.rank, reason: "cancelled".into() });
+        }
         let Some(tree) = &mut self.tree else { return Ok(()) };
         let next = tree.pump(&mut InFlight { owned: &mut *self.owned, lent: None });
         self.wake_at = next.map(|next| Instant::now() + next);
@@ -225,10 +235,15 @@ impl Interrupt for Along<'_> {
         Ok(())
     }
 
+    /// A wish to cancel wakes the tree's port, which an executor does not wait for: it has a look now and then.
     fn wake_at(&self) -> Option<Instant> {
-        self.wake_at
+        let look = Instant::now() + CANCEL_LATENCY;
+        Some(self.wake_at.map_or(look, |at| at.min(look)))
     }
 }
+
+/// How long a schedule may go on after it was cancelled.
+const CANCEL_LATENCY: Duration = Duration::from_millis(50);
 
 /// How long an operation goes on after a rank was lost.
 const GRACE: Duration = Duration::from_millis(250);

@@ -2,6 +2,7 @@
 
 use super::device::DeviceSession;
 use super::proto::{JoinRequest, TreeMembership};
+use super::shape::Shape;
 use super::{ControllerConfig, WINDOW_MIN};
 use crate::choice::TreeFacts;
 use crate::plan::{Child, DeviceLimits, HostSelection, Limits, Plan, plan};
@@ -40,32 +41,41 @@ pub(super) struct Placement {
     pub(super) nodes: Vec<PlacedNode>,
     /// Each rank's leaf and place there.
     ranks: Vec<(usize, ChildIndex)>,
+    /// Each rank's host, where a fabric names them.
+    hosts: Option<Vec<String>>,
     window_max: u16,
     slots: u16,
     chunk_len_bytes: u16,
 }
 
-/// Plan a tree for the ranks and reserve its group, or say in one sentence why not.
+/// Plan a tree for the ranks, or take the devices that the job pins, and reserve its group, or say in one sentence
+/// why not.
 pub(super) fn admit<'p>(
     config: &ControllerConfig,
     devices: &BTreeMap<String, Arc<DeviceSession>>,
     used: impl Iterator<Item = &'p Placement> + Clone,
-    requests: &[&JoinRequest],
-    (group, tree, epoch): (GroupId, TreeId, Epoch),
+    (requests, pinned): (&[&JoinRequest], &[String]),
+    ids: (GroupId, TreeId, Epoch),
 ) -> Result<Placement, String> {
     if devices.is_empty() {
         return Err("no device is connected to the controller".into());
     }
-    let flat;
-    let fabric = match &config.fabric {
-        Some(fabric) => fabric,
-        None => {
-            flat = flat_fabric(devices, requests.len())?;
-            &flat
-        }
+    let shape = if pinned.is_empty() {
+        let flat;
+        let fabric = match &config.fabric {
+            Some(fabric) => fabric,
+            None => {
+                flat = flat_fabric(devices, requests.len())?;
+                &flat
+            }
+        };
+        let plan = plan_tree(fabric, devices, used.clone(), requests)?;
+        let hosts = config.fabric.as_ref().map(|_| plan.ranks.iter().map(|rank| rank.name.clone()).collect());
+        Shape { hosts, ..Shape::planned(&plan, devices)? }
+    } else {
+        Shape::pinned(pinned, requests.len(), devices)?
     };
-    let plan = plan_tree(fabric, devices, used.clone(), requests)?;
-    let mut placement = place(&plan, devices, (group, tree, epoch))?;
+    let mut placement = place(shape, ids)?;
     placement.size(config, used, requests)?;
     placement.reserve(config, requests[0].order)?;
     Ok(placement)
@@ -124,34 +134,25 @@ fn shard_of(devices: &BTreeMap<String, Arc<DeviceSession>>) -> Result<Shard, Str
     Shard::new(0, shards as u16).ok_or_else(|| format!("a device with {shards} shards"))
 }
 
-fn place(
-    plan: &Plan,
-    devices: &BTreeMap<String, Arc<DeviceSession>>,
-    (group, tree, epoch): (GroupId, TreeId, Epoch),
-) -> Result<Placement, String> {
-    let mut ranks = vec![(0, ChildIndex(0)); plan.ranks.len()];
-    let mut places = vec![None; plan.nodes.len()];
-    for (index, node) in plan.nodes.iter().enumerate() {
-        for (i, child) in node.children.iter().enumerate() {
+fn place(shape: Shape, (group, tree, epoch): (GroupId, TreeId, Epoch)) -> Result<Placement, String> {
+    let mut ranks = vec![(0, ChildIndex(0)); shape.ranks];
+    let mut places = vec![None; shape.nodes.len()];
+    for (index, (_, children)) in shape.nodes.iter().enumerate() {
+        for (i, child) in children.iter().enumerate() {
             match *child {
                 Child::Rank(rank) => ranks[rank.0 as usize] = (index, ChildIndex(i as u16)),
                 Child::Node(below) => places[below] = Some((index, ChildIndex(i as u16))),
             }
         }
     }
-    let nodes = plan.nodes.iter().zip(places).map(|(node, parent)| {
-        let by_guid = || devices.values().find(|device| device.name() == node.guid);
-        let device = devices.get(&node.name).or_else(by_guid);
-        let device = Arc::clone(device.ok_or_else(|| format!("device {} is not connected", node.name))?);
-        Ok(PlacedNode {
-            device,
-            secret: GroupSecret(random_bytes()),
-            parent,
-            children: node.children.len() as u16,
-            memory_bytes: 0,
-        })
+    let nodes = shape.nodes.into_iter().zip(places).map(|((device, children), parent)| PlacedNode {
+        device,
+        secret: GroupSecret(random_bytes()),
+        parent,
+        children: children.len() as u16,
+        memory_bytes: 0,
     });
-    let nodes = nodes.collect::<Result<Vec<_>, String>>()?;
+    let nodes: Vec<_> = nodes.collect();
     let shards = |node: &PlacedNode| node.device.announce.data_addrs.len();
     if let Some(other) = nodes.iter().find(|node| shards(node) != shards(&nodes[0])) {
         let (root, here) = (shards(&nodes[0]), shards(other));
@@ -165,10 +166,11 @@ fn place(
         group,
         tree,
         epoch,
-        levels: plan.levels as u32,
-        max_children: plan.max_children as u32,
+        levels: shape.levels,
+        max_children: shape.max_children,
         nodes,
         ranks,
+        hosts: shape.hosts,
         window_max: 0,
         slots: 0,
         chunk_len_bytes: 0,
@@ -287,6 +289,7 @@ impl Placement {
             group: self.group,
             epoch: self.epoch,
             leaf: node.device.name().to_owned(),
+            host: self.hosts.as_ref().map(|hosts| hosts[rank.0 as usize].clone()),
             child,
             key: node.secret.child_key(self.group, self.epoch, child),
             parents: announce.data_addrs.iter().copied().collect(),

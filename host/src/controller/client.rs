@@ -84,9 +84,26 @@ impl Session {
         timeout: Duration,
         on_lost: impl Fn(Rank) + Send + 'static,
     ) -> Result<(Self, Membership), ClientError> {
+        Self::join_on(addr, request, Vec::new(), timeout, on_lost)
+    }
+
+    /// The same on devices of the job's choice, each the parent of the next: the root first, all ranks at the last
+    /// one. For tests of single links; no fabric is asked. No device is as [`Session::join`].
+    ///
+    /// # Errors
+    /// [`ClientError`]. A device that is not connected is no error: it is why [`Membership::tree`] is none.
+    pub fn join_on(
+        addr: SocketAddr,
+        request: JoinRequest,
+        devices: Vec<String>,
+        timeout: Duration,
+        on_lost: impl Fn(Rank) + Send + 'static,
+    ) -> Result<(Self, Membership), ClientError> {
         let (mut stream, mut reader) = connect(addr)?;
         let (job, world) = (request.job.clone(), request.world);
-        send(&mut stream, &ClientRequest::Join(request))?;
+        let join =
+            if devices.is_empty() { ClientRequest::Join(request) } else { ClientRequest::JoinOn { request, devices } };
+        send(&mut stream, &join)?;
         let deadline = Instant::now() + timeout;
         stream.set_read_timeout(Some(timeout.max(Duration::from_millis(1)))).map_err(StreamError::from)?;
         let membership = match reader.recv() {

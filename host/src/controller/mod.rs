@@ -20,6 +20,7 @@ mod admit;
 mod client;
 mod device;
 pub mod proto;
+mod shape;
 mod state;
 
 pub use client::{ClientError, Session, status};
@@ -27,7 +28,7 @@ pub use client::{ClientError, Session, status};
 use crate::choice::CostTable;
 use crate::topo::Fabric;
 use device::DeviceSession;
-use proto::{ClientReply, ClientRequest};
+use proto::{ClientReply, ClientRequest, JoinRequest};
 use state::{Client, State};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -35,6 +36,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use sumac_hal::ctrl::{FrameReader, Greeting, StreamError};
+use sumac_hal::ids::Rank;
 use sumac_hal::uplink::HopTimers;
 use thiserror::Error;
 
@@ -267,11 +269,10 @@ fn serve_client(shared: &Shared, reader: &mut FrameReader<TcpStream>, stream: Tc
     let ended = loop {
         match reader.recv() {
             Ok(ClientRequest::Join(request)) => {
-                let joined = shared.lock().join(&shared.config, request, &client);
-                match joined {
-                    Ok(joined) => place = Some(joined),
-                    Err(refusal) => client.send(&ClientReply::Refused(refusal)),
-                }
+                take_in(shared, request, Vec::new(), &client, &mut place);
+            }
+            Ok(ClientRequest::JoinOn { request, devices }) => {
+                take_in(shared, request, devices, &client, &mut place);
             }
             Ok(ClientRequest::Leave) => {
                 if let Some((job, rank)) = place.take() {
@@ -291,6 +292,21 @@ fn serve_client(shared: &Shared, reader: &mut FrameReader<TcpStream>, stream: Tc
         shared.lock().depart(&job, rank, &client, false);
     }
     ended
+}
+
+/// Take in a rank, or tell it why not.
+fn take_in(
+    shared: &Shared,
+    request: JoinRequest,
+    pinned: Vec<String>,
+    client: &Arc<Client>,
+    place: &mut Option<(String, Rank)>,
+) {
+    let joined = shared.lock().join(&shared.config, request, pinned, client);
+    match joined {
+        Ok(joined) => *place = Some(joined),
+        Err(refusal) => client.send(&ClientReply::Refused(refusal)),
+    }
 }
 
 /// Extend the leases of all running jobs, a third of the lease apart.

@@ -19,6 +19,14 @@ pub enum ClientRequest {
     Leave,
     /// Report devices and jobs.
     Status,
+    /// Take part in a job on devices of its choice, for tests of single links: no fabric is asked. Answered as Join.
+    JoinOn {
+        /// The rank.
+        request: JoinRequest,
+        /// The nodes of the job's tree, each the parent of the next: the root first, all ranks at the last one. The
+        /// same at all ranks; none is as Join.
+        devices: Vec<String>,
+    },
 }
 
 /// One rank of a job.
@@ -131,6 +139,8 @@ pub struct TreeMembership {
     pub epoch: Epoch,
     /// The rank's leaf, by name.
     pub leaf: String,
+    /// The rank's host, where the controller knows a fabric: where its sub-communicators find it again.
+    pub host: Option<String>,
     /// Which child of the leaf it is.
     pub child: ChildIndex,
     /// The key of that link.

@@ -39,6 +39,8 @@ impl Client {
 #[derive(Debug)]
 struct Member {
     request: JoinRequest,
+    /// The devices that the job is pinned to, the root first; empty where the controller plans.
+    pinned: Vec<String>,
     client: Arc<Client>,
 }
 
@@ -86,6 +88,7 @@ impl State {
         &mut self,
         config: &ControllerConfig,
         request: JoinRequest,
+        pinned: Vec<String>,
         client: &Arc<Client>,
     ) -> Result<(String, Rank), JoinRefusal> {
         let (name, rank, world) = (request.job.clone(), request.rank, request.world);
@@ -101,9 +104,9 @@ impl State {
             return Err(JoinRefusal::Taken { rank, job: name });
         }
         if let Some(member) = job.members.values().next() {
-            agree(&name, &request, &member.request)?;
+            agree(&name, (&request, &pinned), member)?;
         }
-        job.members.insert(rank, Member { request, client: Arc::clone(client) });
+        job.members.insert(rank, Member { request, pinned, client: Arc::clone(client) });
         if job.members.len() == world as usize {
             self.begin(config, &name);
         }
@@ -119,7 +122,9 @@ impl State {
         let tree = TreeId(self.next_group);
         let epoch = Epoch { term: self.term, counter: 1 };
         let used = self.jobs.values().filter_map(|job| job.placement.as_ref()?.as_ref().ok());
-        let placed = admit(config, &self.devices, used, &requests, (group, tree, epoch));
+        // The same at all ranks.
+        let pinned = job.members.values().next().map_or(&[][..], |member| &member.pinned);
+        let placed = admit(config, &self.devices, used, (&requests, pinned), (group, tree, epoch));
         match &placed {
             Ok(placement) => {
                 let devices: Vec<&str> = placement.nodes.iter().map(|node| node.device.name()).collect();
@@ -233,7 +238,8 @@ impl State {
 }
 
 /// Check that two ranks mean the same job.
-fn agree(job: &str, request: &JoinRequest, first: &JoinRequest) -> Result<(), JoinRefusal> {
+fn agree(job: &str, (request, pinned): (&JoinRequest, &[String]), member: &Member) -> Result<(), JoinRefusal> {
+    let first = &member.request;
     let disagree = |what: &str, mine: String, theirs: String| JoinRefusal::Disagree {
         job: job.to_owned(),
         what: what.to_owned(),
@@ -246,6 +252,9 @@ fn agree(job: &str, request: &JoinRequest, first: &JoinRequest) -> Result<(), Jo
     }
     if request.order != first.order {
         return Err(disagree("the order", format!("{:?}", request.order), format!("{:?}", first.order)));
+    }
+    if *pinned != member.pinned[..] {
+        return Err(disagree("the devices", format!("{pinned:?}"), format!("{:?}", member.pinned)));
     }
     if request.host.is_some() != first.host.is_some() {
         let named = |host: &Option<String>| host.clone().unwrap_or_else(|| "none".into());

@@ -4,7 +4,7 @@
 use super::tests::{context, meshes, on_ranks};
 use super::*;
 use crate::coll::tree::Tree;
-use crate::coll::{ALGORITHMS, Algorithm, Pattern, Problem, Schedule, Span, pairwise};
+use crate::coll::{ALGORITHMS, Algorithm, Pattern, Place, Problem, Schedule, Span, pairwise};
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
@@ -132,6 +132,55 @@ fn all_to_all_in_place_and_of_any_counts() {
             run_both(mesh, &mut op_index, &schedule, Dtype::I32, (contents.0.collect(), contents.1.collect()));
         });
     }
+}
+
+/// The part of a schedule before a step, as a rank runs it that dies then.
+fn cut(whole: &Schedule, steps: usize) -> Schedule {
+    let new = if whole.reduces() { Schedule::reducing } else { Schedule::moving };
+    let mut part = new(whole.place(), *whole.layout());
+    whole.steps().take(steps).for_each(|step| part.push(step));
+    part
+}
+
+#[test]
+fn a_rank_that_dies_in_any_step_of_any_algorithm_is_named_or_not_needed() {
+    let (ranks, dead, root, count) = (4, Rank(2), Rank(1), 1001);
+    let tree = Tree::flat(ranks, Order::TreeFold).expect("a tree");
+    let mut lost = 0;
+    for algorithm in ALGORITHMS {
+        let count = if algorithm.pattern == Pattern::Barrier { 0 } else { count };
+        let schedule = |place| (algorithm.schedule)(&Problem { place, count, root, tree: &tree });
+        let steps = schedule(Place::new(dead, ranks).expect("inside")).len();
+        for last_words in 0..steps {
+            let run = |mut mesh: Mesh| {
+                let place = mesh.place();
+                let (input, right) = defined(algorithm.pattern, place.rank().0, ranks, count, root.0);
+                let (input, right) = (encode(Dtype::I32, input), encode(Dtype::I32, right));
+                let mut output = vec![0; right.len()];
+                let is_dead = place.rank() == dead;
+                let part = if is_dead { cut(&schedule(place), last_words) } else { schedule(place) };
+                let kernel = Kernel::new(Dtype::I32, ReduceOp::Sum);
+                let buffers = Buffers::Separate { input: &input, output: &mut output };
+                let ctx = context(0, OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, 1), Path::Ring);
+                let result = execute(&mut mesh, &part, kernel.as_ref(), buffers, &ctx, &mut NoInterrupt);
+                // The dead rank's mesh is dropped here, without a word to anybody; the others' when all are done.
+                (!is_dead).then(|| (mesh, result, output == right))
+            };
+            let results: Vec<_> = std::thread::scope(|scope| {
+                let threads: Vec<_> = meshes(ranks).into_iter().map(|mesh| scope.spawn(move || run(mesh))).collect();
+                threads.into_iter().filter_map(|thread| thread.join().expect("no panic")).collect()
+            });
+            for (mesh, result, is_right) in results {
+                let what = format!("{algorithm:?}, step {last_words}, {:?}: {result:?}", mesh.place());
+                match result {
+                    Ok(()) => assert!(is_right, "{what}"),
+                    Err(error) => assert_eq!(error, ExecError::RankLost { rank: dead }, "{what}"),
+                }
+                lost += usize::from(mesh.error().is_some());
+            }
+        }
+    }
+    assert!(lost > 2 * ALGORITHMS.len(), "most algorithms need every rank: {lost}");
 }
 
 /// Values over many magnitudes, so that each order of summation gives other bits.

@@ -236,24 +236,20 @@ fn an_interrupt_ends_the_operation_everywhere() {
     }
 }
 
-/// Ends the operation after a while, and tells the test that it has.
+/// Ends the operation when its socket says so, and tells the test that it has.
 struct Alarm {
-    at: Instant,
+    socket: UnixStream,
     rung: mpsc::Sender<()>,
 }
 
 impl Interrupt for Alarm {
     fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
-        None
+        Some(self.socket.as_fd())
     }
 
     fn check(&mut self) -> Result<(), ExecError> {
         self.rung.send(()).expect("the test listens");
         Err(ExecError::Interrupted { rank: Rank(0), reason: "alarm".into() })
-    }
-
-    fn wake_at(&self) -> Option<Instant> {
-        Some(self.at)
     }
 }
 
@@ -265,11 +261,12 @@ fn a_peer_in_the_middle_of_a_frame_gets_the_true_rest_before_the_abort() {
     let mut mesh = meshes.pop().expect("rank 0");
     let count = 8 << 20;
     let (rung, hear) = mpsc::channel();
+    let (mut ringer, socket) = UnixStream::pair().expect("a pair");
     thread::scope(|scope| {
         let call = scope.spawn(move || {
             let mut buf: Vec<u8> = (0..count as u32).flat_map(u32::to_le_bytes).collect();
             let ctx = context(0, OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, count as u64), Path::Ring);
-            let mut alarm = Alarm { at: Instant::now() + Duration::from_millis(200), rung };
+            let mut alarm = Alarm { socket, rung };
             let (schedule, kernel) = (ring::all_reduce(mesh.place(), count), Kernel::new(Dtype::I32, ReduceOp::Sum));
             execute(&mut mesh, &schedule, kernel.as_ref(), &mut buf[..], &ctx, &mut alarm)
         });
@@ -277,6 +274,8 @@ fn a_peer_in_the_middle_of_a_frame_gets_the_true_rest_before_the_abort() {
         let (mut stream, _) = by_hand.listener.accept().expect("rank 0 dials");
         stream.read_exact(&mut [0; HELLO_BYTES]).expect("a hello");
         stream.write_all(&by_hand.hello(HelloKind::Peer, Rank(0)).emit()).expect("small");
+        stream.peek(&mut [0]).expect("a frame has begun");
+        ringer.write_all(b"!").expect("small");
         hear.recv().expect("the alarm rings");
         let mut said = Vec::new();
         stream.read_to_end(&mut said).expect("an end after the abort");

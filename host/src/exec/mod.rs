@@ -27,6 +27,7 @@ mod link;
 mod memory;
 mod mesh;
 pub mod message;
+mod polls;
 mod run;
 mod tree;
 mod watch;

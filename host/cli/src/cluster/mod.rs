@@ -13,7 +13,7 @@ mod events;
 mod process;
 mod start;
 
-pub(crate) use process::die_with_supervisor;
+pub(crate) use process::{die_with_supervisor, supervised};
 pub(crate) use start::{ClusterConfig, LISTENING, READY, start};
 
 use crate::exit::Failure;
@@ -146,6 +146,25 @@ impl Supervisor {
                 }
             }
         }
+    }
+
+    /// See that all children run and nobody wants this process to end, without waiting: for those who do something
+    /// else than wait for lines.
+    ///
+    /// # Errors
+    /// As [`Supervisor::next_line`], and any line.
+    pub(crate) fn check(&mut self) -> Result<(), ClusterError> {
+        while let Ok(event) = self.events.try_recv() {
+            match event {
+                Event::Closed(id) => self.closed(id)?,
+                Event::Line(id, line) => {
+                    let name = self.name(id).to_owned();
+                    return Err(ClusterError::Unexpected { name, line, expected: "no further line" });
+                }
+                Event::Signal(signal) => return Err(ClusterError::Signal(signal)),
+            }
+        }
+        Ok(())
     }
 
     /// Say that a child has done its work: from now on, its end with status 0 is in order.

@@ -32,6 +32,13 @@ pub(crate) fn die_with_supervisor() {
     }
 }
 
+/// Return a command that runs this binary in a process group of its own, and ends with the thread that starts it.
+pub(crate) fn supervised() -> io::Result<Command> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command.env(SUPERVISOR_VARIABLE, getpid().as_raw_pid().to_string()).process_group(0);
+    Ok(command)
+}
+
 /// A child and what it says.
 #[derive(Debug)]
 pub(super) struct Child {
@@ -57,8 +64,8 @@ impl Child {
         events: &Sender<Event>,
         bar: &ProgressBar,
     ) -> io::Result<Self> {
-        let mut command = Command::new(std::env::current_exe()?);
-        command.args(args).env(SUPERVISOR_VARIABLE, getpid().as_raw_pid().to_string()).process_group(0);
+        let mut command = supervised()?;
+        command.args(args);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut process = command.spawn()?;
         let pipes = (process.stdin.take(), process.stdout.take(), process.stderr.take());

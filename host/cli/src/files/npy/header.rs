@@ -1,6 +1,7 @@
 //! The header of a `.npy` file, read strictly.
 
-use super::NpyError;
+use super::super::{FileError, Format};
+use super::{MAGIC, TYPES};
 use std::io::{ErrorKind, Read};
 use std::path::Path;
 use sumac_hal::op::Dtype;
@@ -22,8 +23,8 @@ pub(super) struct Header {
 }
 
 /// Read the header at the start of a file.
-pub(super) fn read_header(from: &mut impl Read, path: &Path) -> Result<Header, NpyError> {
-    let foreign = |why: String| NpyError::Foreign { path: path.into(), why };
+pub(super) fn read_header(from: &mut impl Read, path: &Path) -> Result<Header, FileError> {
+    let foreign = |why: String| FileError::Foreign { path: path.into(), format: Format::Npy, why };
     let mut bytes = Vec::new();
     let mut take = |len: usize, what: &str| {
         let start = bytes.len();
@@ -31,11 +32,11 @@ pub(super) fn read_header(from: &mut impl Read, path: &Path) -> Result<Header, N
         match from.read_exact(&mut bytes[start..]) {
             Ok(()) => Ok(bytes[start..].to_vec()),
             Err(error) if error.kind() == ErrorKind::UnexpectedEof => Err(foreign(format!("it ends within {what}"))),
-            Err(source) => Err(NpyError::Io { path: path.into(), source }),
+            Err(source) => Err(FileError::Io { path: path.into(), source }),
         }
     };
     let start = take(8, "the first 8 bytes")?;
-    if start[..6] != *b"\x93NUMPY" {
+    if !start.starts_with(MAGIC) {
         return Err(foreign("it does not begin with \\x93NUMPY".into()));
     }
     let len_size = match start[6] {
@@ -53,19 +54,9 @@ pub(super) fn read_header(from: &mut impl Read, path: &Path) -> Result<Header, N
     let (Some(descr), Some(fortran_order), Some(shape)) = fields else {
         return Err(foreign("its header lacks one of descr, fortran_order and shape".into()));
     };
-    let dtype = match descr.as_str() {
-        "<f2" => Dtype::F16,
-        "<f4" => Dtype::F32,
-        "<f8" => Dtype::F64,
-        "|i1" => Dtype::I8,
-        "|u1" => Dtype::U8,
-        "<i2" => Dtype::I16,
-        "<u2" => Dtype::U16,
-        "<i4" => Dtype::I32,
-        "<u4" => Dtype::U32,
-        "<i8" => Dtype::I64,
-        "<u8" => Dtype::U64,
-        _ => return Err(NpyError::Type { path: path.into(), descr }),
+    let Some(&(_, dtype)) = TYPES.iter().find(|(known, _)| *known == descr) else {
+        let known = TYPES.map(|(descr, _)| descr).join(", ");
+        return Err(FileError::Type { path: path.into(), label: String::new(), found: descr, known });
     };
     Ok(Header { dtype, fortran_order, shape, bytes })
 }

@@ -1,24 +1,22 @@
 //! Arrays as another crate writes them, and files that are none.
 
 use super::*;
+use crate::files::tests::TestFile;
 use npyz::WriterBuilder;
 use proptest::prelude::*;
 
-/// A file that is gone with the test.
-struct TestFile(PathBuf);
-
-impl TestFile {
-    fn new(name: &str, bytes: &[u8]) -> Self {
-        let path = std::env::temp_dir().join(format!("sumac-npy-{}-{name}.npy", std::process::id()));
-        std::fs::write(&path, bytes).expect("a writable temporary directory");
-        Self(path)
-    }
+/// Look at a file that holds one array.
+fn array(file: &TestFile) -> (ArrayFile, Tensor) {
+    let array = ArrayFile::inspect(&file.0).expect("a good file");
+    let tensor = array.tensor("").expect("one array").clone();
+    (array, tensor)
 }
 
-impl Drop for TestFile {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
+fn read(file: &TestFile, fortran_order: bool) -> Vec<u8> {
+    let (array, tensor) = array(file);
+    let mut bytes = vec![0; tensor.len_bytes];
+    array.read(&tensor, fortran_order, &mut bytes).expect("elements");
+    bytes
 }
 
 fn npy<T: npyz::AutoSerialize + Copy>(values: &[T], shape: &[u64], order: npyz::Order) -> Vec<u8> {
@@ -31,8 +29,8 @@ fn npy<T: npyz::AutoSerialize + Copy>(values: &[T], shape: &[u64], order: npyz::
 }
 
 fn message(bytes: &[u8], name: &str) -> String {
-    let file = TestFile::new(name, bytes);
-    let message = Array::inspect(&file.0).expect_err("a bad file").to_string();
+    let file = TestFile::new(&format!("{name}.npy"), bytes);
+    let message = ArrayFile::inspect(&file.0).expect_err("a bad file").to_string();
     assert!(message.contains(&file.0.display().to_string()), "{message}");
     message
 }
@@ -53,11 +51,10 @@ fn arrays_of_every_type_are_read() {
         (Dtype::I64, npy(&[1_i64, 2, 3, 4, 5, 6], &shape, npyz::Order::C)),
     ];
     for (dtype, bytes) in files {
-        let file = TestFile::new(dtype.name(), &bytes);
-        let array = Array::inspect(&file.0).expect("a good file");
-        assert_eq!((array.dtype(), array.shape().as_str(), array.fortran_order()), (dtype, "(2, 3)", false));
-        let elements = array.read(false).expect("elements");
-        assert_eq!([array.head(), &elements].concat(), bytes, "head and elements are the file");
+        let file = TestFile::new(&format!("{}.npy", dtype.name()), &bytes);
+        let (array, tensor) = array(&file);
+        assert_eq!((tensor.dtype, &tensor.shape[..], tensor.fortran_order), (dtype, &shape[..], false));
+        assert_eq!([&array.head[..], &read(&file, false)].concat(), bytes, "head and elements are the file");
     }
 }
 
@@ -69,10 +66,13 @@ fn scalars_empty_arrays_and_half_floats_are_read() {
         bytes[8] = head.len() as u8;
         bytes.extend(head.bytes());
         bytes.extend(vec![0; len]);
-        let file = TestFile::new("small", &bytes);
-        let array = Array::inspect(&file.0).expect("a good file");
-        assert_eq!((array.dtype(), array.shape().as_str(), array.len_bytes), (Dtype::F16, text, len));
-        assert_eq!(array.read(false).expect("elements").len(), len);
+        let file = TestFile::new("small.npy", &bytes);
+        let (_, tensor) = array(&file);
+        assert_eq!(
+            (tensor.dtype, Shape(&tensor.shape).to_string().as_str(), tensor.len_bytes),
+            (Dtype::F16, text, len)
+        );
+        assert_eq!(read(&file, false).len(), len);
     }
 }
 
@@ -89,7 +89,7 @@ fn bad_files_are_named_with_both_values() {
     assert!(message(b"PK\x03\x04 a zip file", "zip").contains("not a .npy file"));
     assert!(message(b"", "empty").contains("ends within"));
     assert!(message(&good[..40], "head").contains("ends within its header"));
-    assert!(message(&npy(&[true; 4], &[4], npyz::Order::C), "bool").contains("|b1"));
+    assert!(message(&npy(&[true; 4], &[4], npyz::Order::C), "bool").contains("element type |b1"));
     let big_endian: Vec<u8> = String::from_utf8_lossy(&good[10..]).replace('<', ">").into_bytes();
     assert!(message(&[&good[..10], &big_endian].concat(), "big").contains("element type >f4"));
     let huge =
@@ -101,14 +101,14 @@ fn bad_files_are_named_with_both_values() {
 }
 
 #[test]
-fn arrays_that_differ_name_both_files() {
-    let a = TestFile::new("a", &npy(&[1_f32; 6], &[2, 3], npyz::Order::C));
-    let b = TestFile::new("b", &npy(&[1_f32; 6], &[3, 2], npyz::Order::C));
-    let c = TestFile::new("c", &npy(&[1_i32; 6], &[2, 3], npyz::Order::C));
-    let shape = Array::inspect_all(&[a.0.clone(), b.0.clone()]).expect_err("shapes").to_string();
-    assert!(shape.contains("shape (3, 2)") && shape.contains("has (2, 3)") && shape.contains("-b.npy"), "{shape}");
-    let dtype = Array::inspect_all(&[a.0.clone(), c.0.clone()]).expect_err("types").to_string();
-    assert!(dtype.contains("element type i32") && dtype.contains("has f32") && dtype.contains("-a.npy"), "{dtype}");
+fn heads_are_read_by_another_crate() {
+    for (&(_, dtype), shape) in TYPES.iter().zip([vec![], vec![3], vec![2, 0], vec![1, 2, 3], vec![1 << 40]]) {
+        let head = head(dtype, &shape).expect("a head");
+        assert_eq!(head.len() % 64, 0);
+        let file = npyz::NpyFile::new(&head[..]).expect("a header");
+        assert_eq!((file.shape(), file.order()), (&shape[..], npyz::Order::C));
+        assert_eq!(read_header(&mut &head[..], Path::new("x")).expect("a header").dtype, dtype);
+    }
 }
 
 proptest! {
@@ -126,11 +126,10 @@ proptest! {
             f_order[(i + a * (j + b * k)) as usize] = value;
         }
         let (values, order) = if fortran { (&f_order, npyz::Order::Fortran) } else { (&c_order, npyz::Order::C) };
-        let file = TestFile::new("order", &npy(values, &dims, order));
-        let array = Array::inspect(&file.0).expect("a good file");
+        let file = TestFile::new("order.npy", &npy(values, &dims, order));
         let bytes = |values: &[i32]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>();
-        prop_assert_eq!(array.read(false).expect("elements"), bytes(&c_order));
-        prop_assert_eq!(array.read(true).expect("elements"), bytes(&f_order));
+        prop_assert_eq!(read(&file, false), bytes(&c_order));
+        prop_assert_eq!(read(&file, true), bytes(&f_order));
     }
 
     #[test]

@@ -1,0 +1,213 @@
+//! What images are called, where they stand in the stream, and which card takes which version.
+
+use std::fmt;
+use std::str::FromStr;
+use thiserror::Error;
+
+/// The highest version that a BFB of minor 2 knows: BlueField-3.
+pub const VERSION_MAX: u8 = 2;
+
+/// The kind of an image, as in the header's `image_id`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ImageId(pub u8);
+
+impl ImageId {
+    /// First stage of the trusted boot firmware: what every stream that boots a card has.
+    pub const BL2: Self = Self(1);
+    /// What the stream says about itself; here Sumac's manifest is.
+    pub const INFO: Self = Self(50);
+    /// The boot menu's entry.
+    pub const BOOT_DESC: Self = Self(57);
+    /// Path of the boot image, as UEFI writes it.
+    pub const BOOT_PATH: Self = Self(58);
+    /// Arguments of the boot image.
+    pub const BOOT_ARGS: Self = Self(59);
+    /// The kernel, or any other UEFI application.
+    pub const IMAGE: Self = Self(62);
+    /// The kernel's first file system.
+    pub const INITRAMFS: Self = Self(63);
+
+    /// Return the name that `mlx-mkbfb` gives it, if it has one.
+    pub fn name(self) -> Option<&'static str> {
+        ORDER.iter().find(|(_, id)| *id == self.0).map(|(name, _)| *name)
+    }
+
+    /// Return the id of a name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        ORDER.iter().find(|(known, _)| *known == name).map(|(_, id)| Self(*id))
+    }
+
+    /// Return its place in the stream; the consumers read forwards only. Ids without a name have no place.
+    pub fn rank(self) -> Option<usize> {
+        ORDER.iter().position(|(_, id)| *id == self.0)
+    }
+
+    /// Return its bit in `following_images`; ids from 64 on can't be announced.
+    pub const fn bit(self) -> u64 {
+        if self.0 < 64 { 1 << self.0 } else { 0 }
+    }
+}
+
+impl fmt::Display for ImageId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.name() {
+            Some(name) => f.pad(name),
+            None => write!(f, "id{}", self.0),
+        }
+    }
+}
+
+/// An image of a stream: there is at most one of each id and version.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ImageName {
+    /// What it is.
+    pub id: ImageId,
+    /// For which cards: 0 BlueField-1, or all where no higher version of the id exists; 1 BlueField-2; 2 BlueField-3.
+    pub version: u8,
+}
+
+impl ImageName {
+    /// Name an image.
+    pub const fn new(id: ImageId, version: u8) -> Self {
+        Self { id, version }
+    }
+}
+
+impl fmt::Display for ImageName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}-v{}", self.id, self.version)
+    }
+}
+
+impl FromStr for ImageName {
+    type Err = ImageNameError;
+
+    /// Read `NAME` or `NAME-vN`, as `mlx-mkbfb`'s options are; without a version it is 0.
+    fn from_str(text: &str) -> Result<Self, ImageNameError> {
+        let (name, version) = match text.rsplit_once("-v") {
+            // No name ends so; all others, as in `boot-vxy`, are unknown anyway.
+            Some((name, digits)) if digits.bytes().all(|byte| byte.is_ascii_digit()) && !digits.is_empty() => {
+                let version = digits.parse().ok().filter(|version| *version <= VERSION_MAX);
+                (name, version.ok_or_else(|| ImageNameError::Version(text.into()))?)
+            }
+            _ => (text, 0),
+        };
+        let id = ImageId::from_name(name).ok_or_else(|| ImageNameError::Unknown(text.into()))?;
+        Ok(Self { id, version })
+    }
+}
+
+/// Why a text names no image.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum ImageNameError {
+    /// Not in the table.
+    #[error(
+        "{0:?} is no image's name; one is NAME or NAME-v0 to NAME-v2, where NAME is as mlx-mkbfb's options, such as image or boot-args"
+    )]
+    Unknown(String),
+    /// More than [`VERSION_MAX`].
+    #[error("{0:?}: versions are 0 to {VERSION_MAX}")]
+    Version(String),
+}
+
+/// The generation of a card: which version of each image it takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Generation {
+    /// BlueField (1).
+    BlueField1,
+    /// BlueField-2.
+    BlueField2,
+    /// BlueField-3.
+    BlueField3,
+}
+
+impl Generation {
+    /// All that the format knows.
+    pub const ALL: [Self; 3] = [Self::BlueField1, Self::BlueField2, Self::BlueField3];
+
+    /// Return the version of the images that are made for it.
+    pub const fn version(self) -> u8 {
+        match self {
+            Self::BlueField1 => 0,
+            Self::BlueField2 => 1,
+            Self::BlueField3 => 2,
+        }
+    }
+
+    /// Return its name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::BlueField1 => "bluefield-1",
+            Self::BlueField2 => "bluefield-2",
+            Self::BlueField3 => "bluefield-3",
+        }
+    }
+
+    /// Return the generation of a name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|generation| generation.name() == name)
+    }
+
+    /// Tell whether it takes an image of this version, where `highest` is the highest version of the same id in the
+    /// stream. `mlxbf-bootctl` decides in the same way: an id with version 0 alone is common to all cards.
+    pub const fn takes(self, version: u8, highest: u8) -> bool {
+        version == self.version() || highest == 0
+    }
+}
+
+impl fmt::Display for Generation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// Names and ids in the order of `mlx-mkbfb` (Mellanox/bfscripts 2c42ba6), which is that of the consumers.
+const ORDER: &[(&str, u8)] = &[
+    ("psc-bl", 36),
+    ("psc-fw", 37),
+    ("bl2r-cert", 31),
+    ("bl2r", 30),
+    ("bl2r-auth-cert", 42),
+    ("bl2-cert", 6),
+    ("bl2", 1),
+    ("sys", 29),
+    ("bl2-auth-cert", 43),
+    ("ddr-cert", 38),
+    ("ddr_ini", 32),
+    ("snps_images", 33),
+    ("ddr5_snps_images", 40),
+    ("ddr_ate_imem", 34),
+    ("ddr_ate_dmem", 35),
+    ("bl30-key-cert", 8),
+    ("bl30-cert", 12),
+    ("bl30", 2),
+    ("psc-app", 39),
+    ("psc-certs", 53),
+    ("trusted-key-cert", 7),
+    ("bl31-key-cert", 9),
+    ("bl31-cert", 13),
+    ("bl31", 3),
+    ("bl32-key-cert", 10),
+    ("bl32-cert", 14),
+    ("bl32", 4),
+    ("bl33-key-cert", 11),
+    ("bl33-cert", 15),
+    ("bl33", 5),
+    ("capsule", 52),
+    ("boot-acpi", 55),
+    ("boot-dtb", 56),
+    ("boot-desc", 57),
+    ("boot-path", 58),
+    ("boot-args", 59),
+    ("boot-timeout", 60),
+    ("uefi-tests", 61),
+    ("nicfw", 41),
+    ("ramdisk", 54),
+    ("dpu-gi", 49),
+    ("cfg-gi", 48),
+    ("info", 50),
+    ("image", 62),
+    ("initramfs", 63),
+    ("upgrade-image", 51),
+];

@@ -1,0 +1,419 @@
+//! Flashing as a state machine: events and time in, commands out.
+//!
+//! ```text
+//! prepare: show the log, empty it, read it ──> open and write ──> boot: read the log until it decides
+//!    │                                             │                    │
+//!    └──────────────── failure, time limit or signal ───────────────────┴──> end: stop writing, read the log once
+//!                                                                            more, restore the settings, look at them
+//! ```
+//!
+//! Invariants:
+//! - success is a line of the boot log that came after the last byte was taken; nothing else is. What the log holds then
+//!   is read at once, and does not count;
+//! - nothing but the first line, event or time limit decides; what comes later is shown, not judged;
+//! - the ending has a limit of its own, so that a driver that hangs can't hold it up;
+//! - at most one command is under way on each of the two nodes, `misc` and `boot`;
+//! - a card that has got half a stream is reset, as it can't do anything else; one that has got all of it never is, as
+//!   it may be writing its own flash.
+
+use super::failure::{Failure, Stage};
+use super::verbs::{Command, Event, Goal, Limits, Outcome, Progress, Restored};
+use crate::rshim::{LogKind, LogReader, Misc, Setting, kind_of};
+use rustix::io::Errno;
+use std::collections::VecDeque;
+use sumac_hal::time::Instant;
+
+/// Lines of the boot log that the outcome holds.
+const TAIL_LINES: usize = 16;
+/// The boot mode while `boot` is open.
+const BOOT_MODE_RSHIM: u32 = 0;
+/// The boot mode that a card has when nobody has set another: eMMC.
+const BOOT_MODE_EMMC: u32 = 1;
+/// How often to look whether the driver has noticed that `boot` is closed.
+const CLOSED_POLLS: u32 = 10;
+
+/// One flashing.
+#[derive(Debug)]
+pub struct Session {
+    limits: Limits,
+    goal: Goal,
+    len_bytes: u64,
+    /// What `misc` said before.
+    boot_mode_before: u32,
+    display_level_before: u32,
+    deadline: Instant,
+    stage: Stage,
+    /// A command is under way on `misc`.
+    is_misc_busy: bool,
+    /// `boot` is being opened or open.
+    is_boot_open: bool,
+    was_boot_opened: bool,
+    was_misc_set: bool,
+    written_bytes: u64,
+    clears_log: bool,
+    log: Option<LogReader>,
+    tail: VecDeque<String>,
+    failed_polls: u32,
+    next_poll: Instant,
+    /// Readings of `misc` whose lines may be older than the last byte: the one under way, and one more.
+    stale_readings: u32,
+    /// Commands to give, one at a time on each node.
+    queue: VecDeque<Command>,
+    ending: Option<Ending>,
+    shown: VecDeque<Progress>,
+    is_done: bool,
+}
+
+/// The decision, and what is left to do.
+#[derive(Debug)]
+struct Ending {
+    result: Result<String, Failure>,
+    deadline: Instant,
+    /// What could not be restored.
+    trouble: Option<String>,
+    step: Step,
+}
+
+/// How far the ending is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    /// `boot` is to be closed, and what is under way on `misc` to be answered.
+    Closing,
+    /// The driver has yet to notice the closing, and will set the boot mode when it does: setting it before would be
+    /// in vain. So many looks are left.
+    Noticing(u32),
+    /// The settings are being made, and looked at.
+    Restoring,
+}
+
+impl Session {
+    /// Begin to flash a stream of `len_bytes` bytes to a card of which `before` was read. The time limit counts from `now`.
+    pub fn new(len_bytes: u64, before: &Misc, goal: Goal, limits: Limits, now: Instant) -> Self {
+        let settings = [Setting::DisplayLevel(2), Setting::ClearOnRead(true)];
+        Self {
+            limits,
+            goal,
+            len_bytes,
+            // 0 is what another flasher has left behind; it would wait for a stream for ever.
+            boot_mode_before: before.boot_mode.filter(|mode| *mode != BOOT_MODE_RSHIM).unwrap_or(BOOT_MODE_EMMC),
+            display_level_before: before.display_level.unwrap_or(0),
+            deadline: now + limits.total,
+            stage: Stage::Preparing,
+            is_misc_busy: false,
+            is_boot_open: false,
+            was_boot_opened: false,
+            was_misc_set: false,
+            written_bytes: 0,
+            clears_log: false,
+            log: None,
+            tail: VecDeque::new(),
+            failed_polls: 0,
+            next_poll: now,
+            stale_readings: 0,
+            queue: settings.into_iter().map(Command::Set).chain([Command::ReadMisc]).collect(),
+            ending: None,
+            shown: [Progress::Stage(Stage::Preparing)].into(),
+            is_done: false,
+        }
+    }
+
+    /// Take an event. Then call all `poll` functions again.
+    pub fn handle(&mut self, event: Event, now: Instant) {
+        match event {
+            Event::Set(setting, result) => self.on_set(setting, result, now),
+            Event::Misc(result) => self.on_misc(result, now),
+            Event::Opened => self.enter(Stage::Writing),
+            Event::OpenFailed(errno) => {
+                // The card was not reset, and may be another's.
+                (self.is_boot_open, self.was_boot_opened) = (false, false);
+                self.end(Err(on_open(errno)), now);
+            }
+            Event::Wrote(bytes) => {
+                self.written_bytes += bytes;
+                self.shown.push_back(Progress::Written(self.written_bytes));
+                if self.written_bytes >= self.len_bytes && self.stage < Stage::Booting {
+                    self.enter(Stage::Booting);
+                    self.stale_readings = 1 + u32::from(self.is_misc_busy);
+                    self.next_poll = now;
+                }
+            }
+            Event::WriteFailed(errno) => self.end(Err(on_write(errno, self.stage)), now),
+            Event::ImageFailed(failure) => self.end(Err(failure), now),
+            Event::Closed => self.is_boot_open = false,
+            Event::Signal(_) if self.ending.is_some() => self.give_up("interrupted again"),
+            Event::Signal(signal) => self.end(Err(Failure::Interrupted { signal, stage: self.stage }), now),
+        }
+        self.advance();
+    }
+
+    /// Take the time. Call it when [`Session::poll_timeout`] has passed.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        match &self.ending {
+            None if now >= self.deadline => {
+                let (limit, stage) = (self.limits.total, self.stage);
+                self.end(Err(Failure::TimeLimit { limit, stage }), now);
+            }
+            Some(ending) if now >= ending.deadline => {
+                let what =
+                    if self.is_boot_open { "the boot node can't be closed" } else { "the driver does not answer" };
+                self.give_up(what);
+            }
+            _ => {}
+        }
+        if self.is_polling() && now >= self.next_poll {
+            self.next_poll = now + self.limits.poll;
+            if !self.is_misc_busy && self.queue.is_empty() {
+                self.queue.push_back(Command::ReadMisc);
+            }
+        }
+        self.advance();
+    }
+
+    /// Return the next command to carry out.
+    pub fn poll_transmit(&mut self) -> Option<Command> {
+        let command = *self.queue.front()?;
+        match command {
+            Command::Set(_) | Command::ReadMisc => {
+                if self.is_misc_busy {
+                    return None;
+                }
+                self.is_misc_busy = true;
+                self.was_misc_set |= matches!(command, Command::Set(_));
+            }
+            Command::Write => {
+                (self.is_boot_open, self.was_boot_opened) = (true, true);
+                self.enter(Stage::Opening);
+            }
+            Command::StopWriting => {}
+        }
+        self.queue.pop_front()
+    }
+
+    /// Return when [`Session::handle_timeout`] has to be called; nothing when it is over.
+    pub fn poll_timeout(&self) -> Option<Instant> {
+        match &self.ending {
+            _ if self.is_done => None,
+            ending => {
+                let deadline = ending.as_ref().map_or(self.deadline, |ending| ending.deadline);
+                Some(if self.is_polling() { deadline.min(self.next_poll) } else { deadline })
+            }
+        }
+    }
+
+    /// Return what to show next.
+    pub fn poll_event(&mut self) -> Option<Progress> {
+        self.shown.pop_front()
+    }
+
+    /// Return how it ended, once it has.
+    pub fn outcome(&self) -> Option<Outcome> {
+        let ending = self.ending.as_ref().filter(|_| self.is_done)?;
+        let restored = match &ending.trouble {
+            Some(trouble) => Restored::No(trouble.clone()),
+            None if self.was_misc_set || self.was_boot_opened => Restored::Yes,
+            None => Restored::NotTouched,
+        };
+        let log_tail = self.tail.iter().cloned().collect();
+        Some(Outcome { result: ending.result.clone(), written_bytes: self.written_bytes, restored, log_tail })
+    }
+
+    /// Tell whether `misc` is to be read now and then.
+    fn is_polling(&self) -> bool {
+        match &self.ending {
+            None => self.stage > Stage::Preparing,
+            Some(ending) => matches!(ending.step, Step::Noticing(_)),
+        }
+    }
+
+    fn enter(&mut self, stage: Stage) {
+        if self.stage < stage {
+            self.stage = stage;
+            self.shown.push_back(Progress::Stage(stage));
+        }
+    }
+
+    fn on_set(&mut self, setting: Setting, result: Result<(), Errno>, now: Instant) {
+        self.is_misc_busy = false;
+        match (&mut self.ending, setting, result) {
+            // An old driver does not know it, and then it was not set either.
+            (Some(_), Setting::ClearOnRead(_), _) => {}
+            (Some(ending), _, Err(errno)) if ending.step == Step::Restoring => {
+                ending.trouble.get_or_insert_with(|| format!("{}: {errno}", setting.key()));
+            }
+            (None, Setting::ClearOnRead(clears), result) => self.clears_log = clears && result.is_ok(),
+            (None, _, Err(errno)) => {
+                let failure = match errno {
+                    Errno::ACCESS | Errno::PERM => Failure::Permission,
+                    errno if is_gone(errno) => Failure::Gone,
+                    errno => Failure::Setting { key: setting.key(), error: errno.to_string() },
+                };
+                self.end(Err(failure), now);
+            }
+            _ => {}
+        }
+    }
+
+    fn on_misc(&mut self, result: Result<Box<Misc>, Errno>, now: Instant) {
+        self.is_misc_busy = false;
+        let is_stale = self.stale_readings > 0;
+        self.stale_readings = self.stale_readings.saturating_sub(1);
+        let misc = match result {
+            Ok(misc) => misc,
+            Err(errno) => return self.on_misc_failed(errno, now),
+        };
+        self.failed_polls = 0;
+        let boot_mode = misc.boot_mode;
+        match &mut self.log {
+            None if self.ending.is_none() => {
+                // What is in the log by now is of an earlier boot.
+                self.log = Some(LogReader::new(self.clears_log, misc.log));
+                self.queue.push_back(Command::Write);
+            }
+            None => {}
+            Some(log) => {
+                for line in log.fresh(misc.log) {
+                    self.on_line(line, is_stale, now);
+                }
+            }
+        }
+        self.on_boot_mode(boot_mode);
+    }
+
+    /// Take what `misc` says while it ends.
+    fn on_boot_mode(&mut self, boot_mode: Option<u32>) {
+        let expected = self.boot_mode_before;
+        let Some(ending) = &mut self.ending else { return };
+        match ending.step {
+            Step::Noticing(looks) if boot_mode != Some(BOOT_MODE_RSHIM) || looks == 0 => self.restore(),
+            Step::Noticing(looks) => ending.step = Step::Noticing(looks - 1),
+            // The last look: seen is restored.
+            Step::Restoring if self.queue.is_empty() && self.was_boot_opened && boot_mode != Some(expected) => {
+                let found = boot_mode.map_or("not shown".into(), |mode| mode.to_string());
+                ending.trouble.get_or_insert_with(|| format!("BOOT_MODE is {found}, not {expected}"));
+            }
+            _ => {}
+        }
+    }
+
+    fn on_misc_failed(&mut self, errno: Errno, now: Instant) {
+        match self.ending.as_mut().map(|ending| (ending.step, ending)) {
+            Some((Step::Restoring, ending)) if self.queue.is_empty() => {
+                ending.trouble.get_or_insert_with(|| format!("misc: {errno}"));
+            }
+            Some((Step::Noticing(_), _)) => self.restore(),
+            Some(_) => {}
+            None => {
+                self.failed_polls += 1;
+                if self.stage == Stage::Preparing || self.failed_polls >= self.limits.gone_polls {
+                    self.end(Err(Failure::Gone), now);
+                }
+            }
+        }
+    }
+
+    fn on_line(&mut self, line: String, is_stale: bool, now: Instant) {
+        if self.tail.len() == TAIL_LINES {
+            self.tail.pop_front();
+        }
+        self.tail.push_back(line.clone());
+        self.shown.push_back(Progress::Log(line.clone()));
+        if self.ending.is_some() {
+            return;
+        }
+        match kind_of(&line) {
+            LogKind::NicMode => self.end(Err(Failure::NicMode), now),
+            LogKind::Error if self.goal.tolerates_errors => {}
+            kind @ (LogKind::Critical | LogKind::Error | LogKind::Assert | LogKind::Panic | LogKind::Exception) => {
+                self.end(Err(Failure::Log { kind, line }), now);
+            }
+            // Before all is written, no line can be about what was written.
+            kind if self.stage == Stage::Booting && !is_stale && self.goal.until.is_reached_by(kind) => {
+                self.end(Ok(line), now);
+            }
+            _ => {}
+        }
+    }
+
+    /// Decide, unless it is decided, and begin to restore.
+    fn end(&mut self, result: Result<String, Failure>, now: Instant) {
+        if self.ending.is_some() {
+            return;
+        }
+        self.shown.push_back(Progress::Restoring);
+        self.queue.clear();
+        if self.is_boot_open {
+            self.queue.push_back(Command::StopWriting);
+        }
+        let deadline = now + self.limits.restore;
+        self.ending = Some(Ending { result, deadline, trouble: None, step: Step::Closing });
+    }
+
+    /// Take the next step of the ending, when the one before is done.
+    fn advance(&mut self) {
+        let is_waiting = self.is_boot_open || self.is_misc_busy || !self.queue.is_empty();
+        let Some(ending) = self.ending.as_mut().filter(|_| !is_waiting && !self.is_done) else { return };
+        match ending.step {
+            Step::Closing if !(self.was_misc_set || self.was_boot_opened) => self.is_done = true,
+            Step::Closing if self.was_boot_opened => {
+                // It reads the log once more, too, which may say why.
+                ending.step = Step::Noticing(CLOSED_POLLS);
+                self.queue.push_back(Command::ReadMisc);
+            }
+            Step::Closing => self.restore(),
+            Step::Noticing(_) => {}
+            Step::Restoring => self.is_done = true,
+        }
+    }
+
+    /// Make the settings that were there before, and look at them.
+    fn restore(&mut self) {
+        if let Some(ending) = &mut self.ending {
+            ending.step = Step::Restoring;
+        }
+        if self.was_boot_opened {
+            self.queue.push_back(Command::Set(Setting::BootMode(self.boot_mode_before)));
+            if self.stage == Stage::Writing {
+                self.queue.push_back(Command::Set(Setting::Reset));
+            }
+        }
+        self.queue.push_back(Command::Set(Setting::ClearOnRead(false)));
+        self.queue.push_back(Command::Set(Setting::DisplayLevel(self.display_level_before)));
+        self.queue.push_back(Command::ReadMisc);
+    }
+
+    /// End without having restored all.
+    fn give_up(&mut self, why: &str) {
+        if let Some(ending) = &mut self.ending {
+            ending.trouble.get_or_insert_with(|| why.into());
+            self.queue.clear();
+            self.is_done = true;
+        }
+    }
+}
+
+fn is_gone(errno: Errno) -> bool {
+    matches!(errno, Errno::NODEV | Errno::NXIO | Errno::NOENT | Errno::IO | Errno::NOTCONN)
+}
+
+/// What it means that `boot` can't be opened.
+fn on_open(errno: Errno) -> Failure {
+    match errno {
+        Errno::BUSY => Failure::Busy,
+        Errno::NODEV | Errno::NXIO => Failure::NotAttached,
+        Errno::INVAL => Failure::DropMode,
+        Errno::PERM => Failure::SecureMode,
+        Errno::ACCESS => Failure::Permission,
+        errno if is_gone(errno) => Failure::Gone,
+        errno => Failure::Io { stage: Stage::Opening, error: errno.to_string() },
+    }
+}
+
+/// What it means that `boot` can't be written.
+fn on_write(errno: Errno, stage: Stage) -> Failure {
+    match errno {
+        Errno::BUSY => Failure::OtherWriter,
+        Errno::TIMEDOUT => Failure::NotDraining,
+        errno if is_gone(errno) => Failure::Gone,
+        errno => Failure::Io { stage, error: errno.to_string() },
+    }
+}

@@ -1,0 +1,461 @@
+//! Sessions against a card in virtual time: every failure, every stage that can hang, and what is restored.
+
+use super::*;
+use crate::bfb::{Builder, Generation, ImageName, Policy, Source};
+use crate::manifest::{self, Trust};
+use crate::rshim::{LogKind, Misc, Setting};
+use rustix::io::Errno;
+use std::collections::VecDeque;
+use std::io::Cursor;
+use std::time::Duration;
+use sumac_hal::time::Instant;
+
+const LEN_BYTES: u64 = 10_000;
+const STEP_BYTES: u64 = 100;
+
+/// A card that answers each command a tenth of a second later.
+#[derive(Default)]
+struct Card {
+    open: Option<Errno>,
+    /// Writing fails at so many bytes.
+    write: Option<(u64, Errno)>,
+    /// Setting this key fails.
+    set: Option<(&'static str, Errno)>,
+    /// Each reading of `misc` from this one on, counted from 0, fails or hangs.
+    misc_fails_from: Option<usize>,
+    misc_hangs_from: Option<usize>,
+    /// The writer hangs at so many bytes, and can't be stopped.
+    writer_hangs: bool,
+    /// What the log gets, once so many bytes were written; three seconds after that if it is all.
+    log: Vec<(u64, &'static str)>,
+    /// What is in the log before.
+    old_log: Vec<&'static str>,
+    keeps_log: bool,
+    /// The user's patience: a signal at this time.
+    signals_at: Vec<Duration>,
+    /// What BOOT_MODE was before.
+    boot_mode: u32,
+    /// The driver notices that `boot` is closed, and sets BOOT_MODE, so many readings later.
+    notices_after: usize,
+    /// What is asked of the session.
+    tolerates_errors: bool,
+}
+
+struct Ran {
+    outcome: Outcome,
+    settings: Vec<Setting>,
+    took: Duration,
+}
+
+impl Ran {
+    fn failure(&self) -> &Failure {
+        self.outcome.result.as_ref().expect_err("a failure")
+    }
+}
+
+const LIMITS: Limits = Limits {
+    total: Duration::from_secs(600),
+    poll: Duration::from_secs(1),
+    gone_polls: 5,
+    restore: Duration::from_secs(30),
+};
+
+fn run(card: Card, until: Until) -> Ran {
+    let before = Misc::parse(&format!("DISPLAY_LEVEL 1\nBOOT_MODE {}\nDEV_INFO BlueField-3(Rev 1)\n", card.boot_mode));
+    let goal = Goal { until, tolerates_errors: card.tolerates_errors };
+    let mut session = Session::new(LEN_BYTES, &before, goal, LIMITS, Instant::ZERO);
+    let mut now = Instant::ZERO;
+    let mut answers: VecDeque<(Instant, Event)> = VecDeque::new();
+    let mut signals: VecDeque<_> = card.signals_at.iter().map(|at| Instant::ZERO + *at).collect();
+    let (mut settings, mut reads, mut written, mut boot_mode) = (Vec::new(), 0, 0, card.boot_mode);
+    let (mut unread, mut writing) = (card.old_log.iter().map(|line| line.to_string()).collect::<Vec<_>>(), false);
+    let (mut told, mut opened_at, mut booting_at, mut closed_at) = (0, None, None, None);
+    for _ in 0..100_000 {
+        let later = now + Duration::from_millis(100);
+        while let Some(command) = session.poll_transmit() {
+            match command {
+                Command::Set(setting) => {
+                    settings.push(setting);
+                    let refused = card.set.filter(|(key, _)| *key == setting.key()).map(|(_, errno)| errno);
+                    if let (Setting::BootMode(mode), None) = (setting, refused) {
+                        boot_mode = mode;
+                    }
+                    answers.push_back((later, Event::Set(setting, refused.map_or(Ok(()), Err))));
+                }
+                Command::ReadMisc => {
+                    reads += 1;
+                    if card.misc_hangs_from.is_some_and(|from| reads > from) {
+                        continue;
+                    }
+                    if card.misc_fails_from.is_some_and(|from| reads > from) {
+                        answers.push_back((later, Event::Misc(Err(Errno::NODEV))));
+                        continue;
+                    }
+                    let is_due = |at: u64| match at {
+                        LEN_BYTES => booting_at.is_some_and(|at| now - at > Duration::from_secs(3)),
+                        at => opened_at.is_some() && written >= at,
+                    };
+                    let due: Vec<_> = card.log[told..].iter().take_while(|(at, _)| is_due(*at)).collect();
+                    told += due.len();
+                    unread.extend(due.into_iter().map(|(_, line)| line.to_string()));
+                    if closed_at.is_some_and(|at| reads > at + card.notices_after) {
+                        (boot_mode, closed_at) = (1, None);
+                    }
+                    let mut misc = Misc::parse(&format!("BOOT_MODE {boot_mode}\n"));
+                    misc.log = if card.keeps_log { unread.clone() } else { std::mem::take(&mut unread) };
+                    answers.push_back((later, Event::Misc(Ok(Box::new(misc)))));
+                }
+                Command::Write => match card.open {
+                    Some(errno) => answers.push_back((later, Event::OpenFailed(errno))),
+                    None => {
+                        (boot_mode, writing) = (0, true);
+                        answers.push_back((later, Event::Opened));
+                    }
+                },
+                Command::StopWriting => {
+                    if writing && !card.writer_hangs {
+                        (writing, closed_at) = (false, Some(reads));
+                        answers.push_back((later, Event::Closed));
+                    }
+                }
+            }
+        }
+        while session.poll_event().is_some() {}
+        if let Some(outcome) = session.outcome() {
+            return Ran { outcome, settings, took: now - Instant::ZERO };
+        }
+        let timeout = session.poll_timeout().expect("not over");
+        let next = answers.front().map_or(timeout, |(at, _)| timeout.min(*at));
+        now = now.max(signals.front().map_or(next, |at| next.min(*at)));
+        if signals.front().is_some_and(|at| *at <= now) {
+            signals.pop_front();
+            session.handle(Event::Signal(2), now);
+        } else if let Some((_, event)) = answers.front().filter(|(at, _)| *at <= now).cloned() {
+            answers.pop_front();
+            let opened = event == Event::Opened;
+            session.handle(event, now);
+            opened_at = opened_at.or(opened.then_some(now));
+            booting_at = booting_at.or((written == LEN_BYTES).then_some(now));
+            if opened || (writing && answers.is_empty()) {
+                // The next piece is under way.
+                let at = now + Duration::from_millis(100);
+                match card.write {
+                    Some((end, errno)) if written >= end => {
+                        (writing, closed_at) = (false, Some(reads));
+                        answers.extend([(at, Event::WriteFailed(errno)), (at, Event::Closed)]);
+                    }
+                    _ if card.writer_hangs && written >= 300 => {}
+                    _ if written >= LEN_BYTES => {
+                        (writing, closed_at) = (false, Some(reads));
+                        answers.push_back((at, Event::Closed));
+                    }
+                    _ => {
+                        written += STEP_BYTES;
+                        answers.push_back((at, Event::Wrote(STEP_BYTES)));
+                    }
+                }
+            }
+        }
+        session.handle_timeout(now);
+    }
+    panic!("it does not end");
+}
+
+fn card() -> Card {
+    Card { boot_mode: 1, ..Card::default() }
+}
+
+const READY: (u64, &str) = (LEN_BYTES, "INFO[MISC]: DPU is ready");
+const LINUX_UP: (u64, &str) = (LEN_BYTES, "INFO[MISC]: Linux up");
+
+#[test]
+fn a_card_that_says_it_is_ready_is_a_success_and_has_its_settings_back() {
+    let ran = run(Card { log: vec![(0, "INFO[BL2]: start"), LINUX_UP, READY], ..card() }, Until::Ready);
+    assert_eq!(ran.outcome.result, Ok(READY.1.into()));
+    assert_eq!(ran.outcome.written_bytes, LEN_BYTES);
+    assert_eq!(ran.outcome.restored, Restored::Yes);
+    assert_eq!(ran.outcome.log_tail, ["INFO[BL2]: start", LINUX_UP.1, READY.1]);
+    let expected = [
+        Setting::DisplayLevel(2),
+        Setting::ClearOnRead(true),
+        Setting::BootMode(1),
+        Setting::ClearOnRead(false),
+        Setting::DisplayLevel(1),
+    ];
+    assert_eq!(ran.settings, expected);
+}
+
+#[test]
+fn only_the_line_that_was_asked_for_is_success() {
+    let log = || vec![LINUX_UP, (LEN_BYTES, "INFO[MISC]: Rebooting...")];
+    let result = |until, log| run(Card { log, ..card() }, until).outcome.result;
+    assert_eq!(result(Until::LinuxUp, log()), Ok(LINUX_UP.1.into()));
+    assert_eq!(result(Until::Rebooting, log()), Ok("INFO[MISC]: Rebooting...".into()));
+    assert_eq!(result(Until::LinuxUp, vec![READY]), Ok(READY.1.into()));
+    assert!(matches!(result(Until::Ready, log()), Err(Failure::TimeLimit { stage: Stage::Booting, .. })));
+}
+
+#[test]
+fn lines_of_an_earlier_boot_are_no_success() {
+    let old = || vec!["INFO[MISC]: Linux up", READY.1];
+    for keeps_log in [false, true] {
+        // Without CLEAR_ON_READ, as old drivers are, the same lines come with every reading.
+        let set = keeps_log.then_some(("CLEAR_ON_READ", Errno::INVAL));
+        let ran = run(Card { old_log: old(), keeps_log, set, ..card() }, Until::Ready);
+        assert!(matches!(ran.failure(), Failure::TimeLimit { stage: Stage::Booting, .. }), "{:?}", ran.outcome);
+        assert_eq!(ran.outcome.restored, Restored::Yes);
+        let ran =
+            run(Card { old_log: old(), keeps_log, set, log: vec![(LEN_BYTES, "x"), READY], ..card() }, Until::Ready);
+        assert_eq!(ran.outcome.result, Ok(READY.1.into()));
+    }
+    // A line before the last byte was taken can't be about this stream, even if it is read after that.
+    for at in (LEN_BYTES - 12 * STEP_BYTES..LEN_BYTES).step_by(STEP_BYTES as usize) {
+        let ran = run(Card { log: vec![(at, READY.1)], ..card() }, Until::Ready);
+        assert!(matches!(ran.failure(), Failure::TimeLimit { stage: Stage::Booting, .. }), "at {at}");
+    }
+    // Nor is an old failure one.
+    for keeps_log in [false, true] {
+        let set = keeps_log.then_some(("CLEAR_ON_READ", Errno::INVAL));
+        let old_log = vec!["PANIC(BL31): PC = 0x1"];
+        let ran = run(Card { old_log, keeps_log, set, log: vec![READY], ..card() }, Until::Ready);
+        assert_eq!(ran.outcome.result, Ok(READY.1.into()));
+    }
+}
+
+#[test]
+fn every_bad_line_ends_it_while_writing_and_while_booting() {
+    for (line, kind) in [
+        ("ERR[BL1]: PSC error -60", LogKind::Error),
+        ("PANIC(BL31): PC = 0x1", LogKind::Panic),
+        ("Exception(BL2): syndrome = 0x1", LogKind::Exception),
+        ("ASSERT[BL2]: x", LogKind::Assert),
+        ("INFO[MISC]: CRITICAL ERROR", LogKind::Critical),
+    ] {
+        for at in [0, LEN_BYTES] {
+            // Success in the same reading comes too late.
+            let ran = run(Card { log: vec![(at, line), (at, READY.1)], ..card() }, Until::Ready);
+            assert_eq!(*ran.failure(), Failure::Log { kind, line: line.into() });
+            assert_eq!(ran.outcome.restored, Restored::Yes);
+            // Half a stream is good for nothing, all of it may be at work.
+            assert_eq!(ran.settings.contains(&Setting::Reset), at == 0, "{line} at {at}");
+            assert!(ran.took < Duration::from_secs(20), "{:?}", ran.took);
+        }
+    }
+    let ran = run(Card { log: vec![(LEN_BYTES, "INFO[MISC]: In Enhanced NIC mode")], ..card() }, Until::Ready);
+    assert_eq!(*ran.failure(), Failure::NicMode);
+}
+
+#[test]
+fn errors_can_be_tolerated_but_nothing_worse() {
+    let log = |worse: &'static str| vec![(0, "ERR[MISC]: a fan is loud"), (LEN_BYTES, worse), READY];
+    let ran = run(Card { log: log("INFO[BL31]: x"), tolerates_errors: true, ..card() }, Until::Ready);
+    assert_eq!(ran.outcome.result, Ok(READY.1.into()));
+    let ran = run(Card { log: log("ASSERT[BL31]: x"), tolerates_errors: true, ..card() }, Until::Ready);
+    assert!(matches!(ran.failure(), Failure::Log { kind: LogKind::Assert, .. }));
+}
+
+#[test]
+fn a_boot_node_that_does_not_open_leaves_the_card_alone() {
+    for (errno, failure) in [
+        (Errno::BUSY, Failure::Busy),
+        (Errno::NODEV, Failure::NotAttached),
+        (Errno::INVAL, Failure::DropMode),
+        (Errno::PERM, Failure::SecureMode),
+        (Errno::ACCESS, Failure::Permission),
+    ] {
+        let ran = run(Card { open: Some(errno), ..card() }, Until::Ready);
+        assert_eq!(*ran.failure(), failure);
+        assert_eq!((&ran.outcome.restored, ran.outcome.written_bytes), (&Restored::Yes, 0));
+        let expected = [2, 1].map(Setting::DisplayLevel);
+        let touched: Vec<_> = ran.settings.iter().filter(|set| !matches!(set, Setting::ClearOnRead(_))).collect();
+        assert_eq!(touched, [&expected[0], &expected[1]], "{errno}");
+    }
+}
+
+#[test]
+fn a_write_that_fails_is_named_and_the_log_read_once_more() {
+    for (errno, failure) in [
+        (Errno::BUSY, Failure::OtherWriter),
+        (Errno::TIMEDOUT, Failure::NotDraining),
+        (Errno::NODEV, Failure::Gone),
+        (Errno::NOSPC, Failure::Io { stage: Stage::Writing, error: Errno::NOSPC.to_string() }),
+    ] {
+        let ran = run(
+            Card { write: Some((300, errno)), log: vec![(300, "ERR[BL1]: PSC error -60")], ..card() },
+            Until::Ready,
+        );
+        let by_the_log = matches!(ran.failure(), Failure::Log { .. });
+        assert!(by_the_log || *ran.failure() == failure, "{:?}", ran.outcome);
+        assert_eq!(ran.outcome.log_tail, ["ERR[BL1]: PSC error -60"]);
+        assert_eq!(ran.outcome.restored, Restored::Yes);
+        assert!(ran.settings.contains(&Setting::Reset));
+        let ran = run(Card { write: Some((300, errno)), ..card() }, Until::Ready);
+        assert_eq!((ran.failure(), ran.outcome.written_bytes), (&failure, 300));
+    }
+}
+
+#[test]
+fn a_card_that_is_away_for_a_while_is_not_gone() {
+    // The first reading is the preparation's.
+    let ran = run(Card { misc_fails_from: Some(0), ..card() }, Until::Ready);
+    assert_eq!(*ran.failure(), Failure::Gone);
+    assert!(!ran.settings.contains(&Setting::Reset) && ran.outcome.written_bytes == 0);
+    let ran = run(Card { misc_fails_from: Some(1), ..card() }, Until::Ready);
+    assert_eq!(*ran.failure(), Failure::Gone);
+    assert!(ran.took >= LIMITS.poll * (LIMITS.gone_polls - 1), "a reading that fails is not the end");
+    assert!(matches!(ran.outcome.restored, Restored::No(_)), "that it is restored was not seen");
+}
+
+#[test]
+fn a_driver_that_hangs_is_left_after_the_time_limit_and_that_of_restoring() {
+    for from in [0, 1, 3] {
+        let ran = run(Card { misc_hangs_from: Some(from), ..card() }, Until::Ready);
+        assert!(
+            matches!(ran.failure(), Failure::TimeLimit { limit, .. } if *limit == LIMITS.total),
+            "{:?}",
+            ran.outcome
+        );
+        assert!(matches!(ran.outcome.restored, Restored::No(_)));
+        assert_eq!(ran.took, LIMITS.total + LIMITS.restore);
+    }
+    let ran = run(Card { writer_hangs: true, ..card() }, Until::Ready);
+    assert!(matches!(ran.failure(), Failure::TimeLimit { stage: Stage::Writing, .. }));
+    assert_eq!(ran.outcome.restored, Restored::No("the boot node can't be closed".into()));
+}
+
+#[test]
+fn a_signal_ends_it_in_order_and_a_second_one_at_once() {
+    let ran = run(Card { signals_at: vec![Duration::from_millis(700)], ..card() }, Until::Ready);
+    assert_eq!(*ran.failure(), Failure::Interrupted { signal: 2, stage: Stage::Writing });
+    assert_eq!((ran.failure().exit_status(), &ran.outcome.restored), (130, &Restored::Yes));
+    assert!(ran.settings.contains(&Setting::BootMode(1)) && ran.settings.contains(&Setting::Reset));
+    let ran = run(Card { signals_at: vec![Duration::from_secs(60)], ..card() }, Until::Ready);
+    assert_eq!(*ran.failure(), Failure::Interrupted { signal: 2, stage: Stage::Booting });
+    assert!(!ran.settings.contains(&Setting::Reset));
+    let signals_at = vec![Duration::from_secs(5), Duration::from_secs(6)];
+    let ran = run(Card { signals_at, misc_hangs_from: Some(1), ..card() }, Until::Ready);
+    assert_eq!(ran.outcome.restored, Restored::No("interrupted again".into()));
+    assert!(ran.took < Duration::from_secs(7));
+}
+
+#[test]
+fn the_boot_mode_of_before_comes_back_but_never_that_of_waiting_for_a_stream() {
+    for (before, after) in [(1, 1), (2, 2), (0, 1)] {
+        let ran = run(Card { boot_mode: before, log: vec![READY], ..card() }, Until::Ready);
+        assert!(ran.settings.contains(&Setting::BootMode(after)), "{before}");
+        assert_eq!(ran.outcome.restored, Restored::Yes);
+    }
+    let set = Some(("BOOT_MODE", Errno::IO));
+    let ran = run(Card { set, log: vec![READY], ..card() }, Until::Ready);
+    assert!(matches!(&ran.outcome.restored, Restored::No(why) if why.contains("BOOT_MODE")));
+    assert!(ran.outcome.result.is_ok(), "the card is ready all the same");
+}
+
+/// Closing is told to the driver after the fact; it then overwrites what was set before it knew.
+#[test]
+fn the_boot_mode_is_set_only_after_the_driver_has_noticed_the_closing() {
+    for notices_after in [0, 1, 5] {
+        let card = Card { boot_mode: 2, notices_after, write: Some((300, Errno::TIMEDOUT)), ..card() };
+        let ran = run(card, Until::Ready);
+        assert_eq!((ran.failure(), &ran.outcome.restored), (&Failure::NotDraining, &Restored::Yes));
+    }
+    // It never does: then it is set all the same.
+    let card = Card { boot_mode: 2, notices_after: 10_000, write: Some((300, Errno::TIMEDOUT)), ..card() };
+    assert_eq!(run(card, Until::Ready).settings.iter().filter(|set| **set == Setting::BootMode(2)).count(), 1);
+}
+
+#[test]
+fn a_log_that_can_not_be_shown_ends_it_before_the_card_is_reset() {
+    let ran = run(Card { set: Some(("DISPLAY_LEVEL", Errno::INVAL)), ..card() }, Until::Ready);
+    assert!(matches!(ran.failure(), Failure::Setting { key: "DISPLAY_LEVEL", .. }));
+    assert!(!ran.settings.contains(&Setting::BootMode(1)) && ran.outcome.written_bytes == 0);
+}
+
+#[test]
+fn each_failure_has_a_name_and_an_exit_status_of_its_own() {
+    let limit = Duration::from_secs(1);
+    let log = |kind| Failure::Log { kind, line: String::new() };
+    let all = [
+        Failure::NotFound(String::new()),
+        Failure::Permission,
+        Failure::Locked,
+        Failure::NotAttached,
+        Failure::NicMode,
+        Failure::SecureMode,
+        Failure::DropMode,
+        Failure::Busy,
+        Failure::OtherWriter,
+        Failure::NotDraining,
+        Failure::Gone,
+        Failure::TimeLimit { limit, stage: Stage::Booting },
+        log(LogKind::Error),
+        log(LogKind::Panic),
+        log(LogKind::Exception),
+        log(LogKind::Assert),
+        log(LogKind::Critical),
+        Failure::Setting { key: "", error: String::new() },
+        Failure::ImageChanged,
+        Failure::Image(String::new()),
+        Failure::Io { stage: Stage::Writing, error: String::new() },
+        Failure::Interrupted { signal: 2, stage: Stage::Writing },
+    ];
+    let readme = include_str!("README.md");
+    for (index, failure) in all.iter().enumerate() {
+        assert!(failure.exit_status() > 2, "0 to 2 mean something else");
+        let row = format!("| {} | {} |", failure.exit_status(), failure.name());
+        assert!(readme.contains(&row) || failure.name() == "interrupted", "the table lacks {row}");
+        for other in &all[..index] {
+            assert_ne!((failure.exit_status(), failure.name()), (other.exit_status(), other.name()));
+            assert!(failure.exit_status() != other.exit_status() && failure.name() != other.name());
+        }
+    }
+}
+
+fn image(names: &[&str], len: usize) -> manifest::Checked {
+    let mut builder = Builder::new();
+    for name in names {
+        builder.insert(name.parse().expect("a name"), Source::Bytes(vec![1; len])).expect("fits");
+    }
+    let sealed = manifest::Manifest::of(&builder, "1", 5).and_then(|manifest| manifest.seal(None)).expect("sealed");
+    builder.insert(manifest::MANIFEST_IMAGE, Source::Bytes(sealed)).expect("fits");
+    let mut out = Cursor::new(Vec::new());
+    builder.write_to(&mut out).expect("memory takes it");
+    manifest::check(out.get_ref().as_slice(), Policy::Strict, Trust::Anybody).expect("whole")
+}
+
+#[test]
+fn an_image_must_be_for_the_card() {
+    let terms = Terms { had_epoch: None, allow_rollback: false };
+    let card = |info: &str| Misc::parse(&format!("DEV_INFO        {info}\n"));
+    let for_three = image(&["bl2-v2", "image"], 10);
+    let checked = |misc: &Misc, terms| check(&for_three, misc, terms);
+    assert_eq!(checked(&card("BlueField-3(Rev 1)"), terms), Ok(Generation::BlueField3));
+    let generation = Generation::BlueField2;
+    assert_eq!(checked(&card("BlueField-2(Rev 1)"), terms), Err(Refusal::Generation { generation }));
+    for unknown in ["BlueField-4(Rev 0)", "ConnectX"] {
+        assert!(matches!(checked(&card(unknown), terms), Err(Refusal::UnknownCard { .. })));
+    }
+    let three = card("BlueField-3(Rev 1)");
+    let had = |had| Terms { had_epoch: Some(had), allow_rollback: false };
+    assert!(checked(&three, had(5)).is_ok());
+    assert_eq!(checked(&three, had(6)), Err(Refusal::Rollback { epoch: 5, had: 6 }));
+    assert!(checked(&three, Terms { had_epoch: Some(6), allow_rollback: true }).is_ok());
+    let mut long = image(&["bl2", "image"], 10);
+    long.report.len_bytes = STREAM_MAX_BYTES + 1;
+    assert!(matches!(check(&long, &three, terms), Err(Refusal::TooLong { .. })));
+    let mut other = image(&["bl2", "image"], 10);
+    other.manifest.as_mut().expect("is there").board = "toaster".into();
+    assert!(matches!(check(&other, &three, terms), Err(Refusal::Board { .. })));
+    let name: ImageName = "bl2-v2".parse().expect("a name");
+    assert!(for_three.report.find(name).is_some());
+}
+
+#[test]
+fn a_card_must_be_usable() {
+    let usable = |line: &str| usable(&Misc::parse(line));
+    assert_eq!(usable("BF_MODE         DPU mode\nDROP_MODE       0 (0:normal, 1:drop)\n"), Ok(()));
+    assert_eq!(usable(""), Ok(()));
+    assert_eq!(usable("BF_MODE         NIC mode\n"), Err(Failure::NicMode));
+    assert_eq!(usable("SECURE_NIC_MODE 1 (0:no, 1:yes)\n"), Err(Failure::SecureMode));
+    assert_eq!(usable("DROP_MODE       1 (0:normal, 1:drop)\n"), Err(Failure::DropMode));
+}

@@ -1,0 +1,77 @@
+//! Block storage in a file or a block device of Linux: what slots lie on outside of tests.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use sumac_hal::flash::{BlockDevice, Geometry};
+
+/// Bytes of a block: what every disk writes in one piece.
+const BLOCK_LEN_BYTES: usize = 512;
+
+/// A file, or a block device such as `/dev/mmcblk0boot0` (which must be writable: `force_ro` 0 in its sysfs folder).
+#[derive(Debug)]
+pub struct FileBlocks {
+    file: File,
+    geometry: Geometry,
+}
+
+impl FileBlocks {
+    /// Use what is there; its length is rounded down to whole blocks.
+    ///
+    /// # Errors
+    /// It can't be opened for reading and writing.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let mut file = OpenOptions::new().read(true).write(true).open(path)?;
+        // A block device has no length in its metadata.
+        let len_bytes = file.seek(SeekFrom::End(0))?;
+        let blocks = u32::try_from(len_bytes / BLOCK_LEN_BYTES as u64).unwrap_or(u32::MAX);
+        Ok(Self { file, geometry: Geometry { block_len_bytes: BLOCK_LEN_BYTES, blocks } })
+    }
+
+    /// Make a file of this length, in bytes, and use it.
+    ///
+    /// # Errors
+    /// It is there already, or can't be made.
+    pub fn create(path: &Path, len_bytes: u64) -> io::Result<Self> {
+        let file = OpenOptions::new().write(true).create_new(true).open(path)?;
+        file.set_len(len_bytes)?;
+        // The folder must not lose the name in a power cut that the content survives.
+        file.sync_all()?;
+        if let Some(folder) = path.parent().filter(|folder| *folder != Path::new("")) {
+            File::open(folder)?.sync_all()?;
+        }
+        Self::open(path)
+    }
+
+    fn at(&self, block: u32, len_bytes: usize) -> io::Result<u64> {
+        if !self.geometry.holds(block, len_bytes) {
+            let why =
+                format!("{len_bytes} bytes from block {block} on are not whole blocks of {}", self.geometry.blocks);
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+        }
+        Ok(u64::from(block) * self.geometry.block_len_bytes as u64)
+    }
+}
+
+impl BlockDevice for FileBlocks {
+    type Error = io::Error;
+
+    fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    fn read(&mut self, block: u32, buffer: &mut [u8]) -> io::Result<()> {
+        let at = self.at(block, buffer.len())?;
+        self.file.read_exact_at(buffer, at)
+    }
+
+    fn write(&mut self, block: u32, data: &[u8]) -> io::Result<()> {
+        let at = self.at(block, data.len())?;
+        self.file.write_all_at(data, at)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+}

@@ -1,0 +1,256 @@
+//! What `sumac flash` and `sumac devices` show: lines and a bar on stderr for people, one JSON object for programs.
+
+use super::record::Record;
+use crate::exit::Failure as Exit;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Serialize;
+use std::io::{self, Write};
+use sumac_firmware::bfb::Generation;
+use sumac_firmware::flash::{Failure, Outcome, Progress, Restored, Stage};
+use sumac_firmware::manifest::{Checked, envelope, hex};
+use sumac_firmware::rshim::{CardMode, Misc, Rshim};
+
+/// What `misc` says of a card.
+#[derive(Debug, Serialize)]
+pub(crate) struct Card {
+    path: String,
+    device: Option<String>,
+    info: Option<String>,
+    generation: Option<&'static str>,
+    part: Option<String>,
+    mode: Option<&'static str>,
+    boot_mode: Option<u32>,
+    drop_mode: Option<bool>,
+    secure_nic_mode: Option<bool>,
+    up_time_s: Option<u64>,
+}
+
+impl Card {
+    pub(crate) fn new(card: &Rshim, misc: &Misc) -> Self {
+        Self {
+            path: card.folder().display().to_string(),
+            device: misc.dev_name.clone(),
+            info: misc.dev_info.clone(),
+            generation: misc.generation().map(Generation::name),
+            part: misc.opn.clone(),
+            mode: misc.mode.map(|mode| match mode {
+                CardMode::Dpu => "DPU",
+                CardMode::Nic => "NIC",
+                _ => "unknown",
+            }),
+            boot_mode: misc.boot_mode,
+            drop_mode: misc.drop_mode,
+            secure_nic_mode: misc.secure_nic_mode,
+            up_time_s: misc.up_time_s,
+        }
+    }
+
+    /// Return one line for people.
+    pub(crate) fn line(&self) -> String {
+        let text = |value: &Option<String>| value.clone().unwrap_or_else(|| "?".into());
+        let mut parts = vec![text(&self.info), text(&self.device)];
+        parts.extend(self.part.clone());
+        parts.extend(self.mode.map(|mode| format!("{mode} mode")));
+        parts.extend(self.boot_mode.map(|mode| match mode {
+            0 => "waits for a boot stream (BOOT_MODE 0)".into(),
+            1 => "boots from eMMC".into(),
+            2 => "boots from the other eMMC partition".into(),
+            other => format!("BOOT_MODE {other}"),
+        }));
+        parts.extend(self.up_time_s.map(|seconds| format!("up {seconds} s")));
+        parts.extend((self.drop_mode == Some(true)).then(|| "DROP MODE".into()));
+        parts.extend((self.secure_nic_mode == Some(true)).then(|| "LOCKED".into()));
+        format!("{}: {}", self.path, parts.join(", "))
+    }
+}
+
+/// What `flash --json` prints.
+#[derive(Serialize)]
+struct Report<'a> {
+    outcome: &'static str,
+    exit_status: u8,
+    card: String,
+    /// The line of the boot log that was success.
+    seen: Option<&'a str>,
+    message: Option<String>,
+    advice: Option<&'static str>,
+    written_bytes: u64,
+    restored: Option<bool>,
+    not_restored: Option<&'a str>,
+    boot_log: &'a [String],
+}
+
+/// Where to show things.
+#[derive(Debug)]
+pub(super) struct Display {
+    json: bool,
+}
+
+impl Display {
+    pub(super) fn new(json: bool) -> Self {
+        Self { json }
+    }
+
+    /// Show what is on the card now.
+    pub(super) fn card(&self, card: &Card, had: Option<&Record>) {
+        eprintln!("{}", card.line());
+        match had {
+            Some(Record { version, epoch, sha256 }) => {
+                let version = version.as_deref().unwrap_or("without a manifest");
+                eprintln!(
+                    "flashed from here last: {version}, epoch {epoch}, sha256 {}",
+                    &sha256.get(..16).unwrap_or(sha256)
+                );
+            }
+            None => eprintln!("not flashed from here before"),
+        }
+    }
+
+    /// Show what goes to it.
+    pub(super) fn image(&self, checked: &Checked, generation: Generation, key: Option<&ed25519_dalek::VerifyingKey>) {
+        let (version, epoch) = match &checked.manifest {
+            Some(manifest) => (manifest.version.as_str(), manifest.epoch),
+            None => ("without a manifest", 0),
+        };
+        let signed = key
+            .map_or_else(|| "NOT CHECKED for a signature".into(), |key| format!("signed by {}", envelope::key_id(key)));
+        let (len, sha256) = (checked.report.len_bytes, hex(&checked.sha256[..8]));
+        eprintln!("image: {version}, epoch {epoch}, {len} bytes for {generation}, {signed}, sha256 {sha256}");
+    }
+
+    /// Say that nothing was done.
+    pub(super) fn dry_run(&self) -> io::Result<()> {
+        let mut out = io::stdout().lock();
+        if self.json {
+            writeln!(out, r#"{{"outcome":"dry-run","exit_status":0}}"#)
+        } else {
+            writeln!(out, "dry run: the image may go to the card; nothing was changed")
+        }
+    }
+
+    /// Say to programs that the image or the usage is wrong; people get it as any error.
+    pub(super) fn refused(&self, error: &anyhow::Error) -> io::Result<()> {
+        if !self.json {
+            return Ok(());
+        }
+        let report = serde_json::json!({ "outcome": "refused", "exit_status": 2, "message": format!("{error:#}") });
+        writeln!(io::stdout(), "{report}")
+    }
+
+    /// Begin to show progress.
+    pub(super) fn bar(&self, len_bytes: u64) -> Bar {
+        let target = if self.json { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
+        let bar = ProgressBar::with_draw_target(Some(len_bytes), target);
+        let style = "{msg:10} {wide_bar} {bytes}/{total_bytes} {binary_bytes_per_sec} {eta}";
+        // The template is the constant above.
+        if let Ok(style) = ProgressStyle::with_template(style) {
+            bar.set_style(style);
+        }
+        Bar { bar, json: self.json }
+    }
+
+    /// Report a failure before anything was begun.
+    pub(super) fn failed(&self, card: &Rshim, failure: &Failure) -> Exit {
+        let outcome = Outcome {
+            result: Err(failure.clone()),
+            written_bytes: 0,
+            restored: Restored::NotTouched,
+            log_tail: Vec::new(),
+        };
+        self.ended(card, &outcome).err().unwrap_or(Exit::Reported)
+    }
+
+    /// Report how it ended.
+    pub(super) fn ended(&self, card: &Rshim, outcome: &Outcome) -> Result<(), Exit> {
+        let failure = outcome.result.as_ref().err();
+        let exit_status = failure.map_or(0, Failure::exit_status);
+        let mut out = io::stdout().lock();
+        if self.json {
+            let report = Report {
+                outcome: failure.map_or("ready", Failure::name),
+                exit_status,
+                card: card.folder().display().to_string(),
+                seen: outcome.result.as_deref().ok(),
+                message: failure.map(ToString::to_string),
+                advice: failure.map(Failure::advice),
+                written_bytes: outcome.written_bytes,
+                restored: match outcome.restored {
+                    Restored::NotTouched => None,
+                    ref restored => Some(*restored == Restored::Yes),
+                },
+                not_restored: match &outcome.restored {
+                    Restored::No(why) => Some(why),
+                    _ => None,
+                },
+                boot_log: &outcome.log_tail,
+            };
+            serde_json::to_writer(&mut out, &report).map_err(io::Error::from)?;
+            writeln!(out)?;
+        } else if let Ok(line) = &outcome.result {
+            writeln!(out, "{}: done, {} bytes; the card said: {line}", card.folder().display(), outcome.written_bytes)?;
+        }
+        out.flush()?;
+        self.settings(card, &outcome.restored);
+        match failure {
+            None => Ok(()),
+            Some(failure) => {
+                eprintln!("error: {}: {failure}", card.folder().display());
+                eprintln!("what to do: {}", failure.advice());
+                Err(Exit::Status(exit_status))
+            }
+        }
+    }
+
+    /// Say what became of the card's settings.
+    fn settings(&self, card: &Rshim, restored: &Restored) {
+        let misc = card.folder().join("misc");
+        match restored {
+            Restored::NotTouched => {}
+            Restored::Yes => eprintln!("the card's settings are as before"),
+            Restored::No(why) => {
+                let misc = misc.display();
+                eprintln!(
+                    "the card's settings are NOT restored ({why}); once the driver answers: echo \"BOOT_MODE 1\" > {misc}"
+                );
+            }
+        }
+    }
+}
+
+/// A bar with the boot log above it.
+#[derive(Debug)]
+pub(super) struct Bar {
+    bar: ProgressBar,
+    json: bool,
+}
+
+impl Bar {
+    /// Show something.
+    pub(super) fn show(&mut self, progress: Progress) {
+        match progress {
+            Progress::Stage(stage) => {
+                if stage == Stage::Writing {
+                    self.bar.reset();
+                }
+                if stage == Stage::Booting {
+                    // The rate is that of the writing, not of the waiting.
+                    self.bar.abandon_with_message("written");
+                }
+                self.line(&format!("{stage}"));
+            }
+            Progress::Written(bytes) => self.bar.set_position(bytes),
+            Progress::Log(line) => self.line(&format!("  {line}")),
+            // Once all was written, it shows how fast that was.
+            Progress::Restoring if !self.bar.is_finished() => self.bar.abandon(),
+            _ => {}
+        }
+    }
+
+    fn line(&self, line: &str) {
+        if self.json {
+            tracing::info!("{line}");
+        } else {
+            self.bar.suspend(|| eprintln!("{line}"));
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! `sumac image build`.
+
+use super::file::{Output, Outputs, parse_pair};
+use super::repack::{Making, ManifestArgs};
+use crate::exit::Failure;
+use anyhow::Context;
+use clap::Args;
+use ed25519_dalek::SigningKey;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use sumac_firmware::bfb::{ImageId, Source};
+use sumac_firmware::manifest::files::{self, FilesError};
+use sumac_firmware::recipe::Recipe;
+
+/// Where the kernel looks for the next archive in an initramfs: at a multiple of this, in bytes.
+const ARCHIVE_ALIGNMENT: u64 = 4;
+
+/// `sumac image build`.
+#[derive(Debug, Args)]
+pub(super) struct BuildArgs {
+    /// Kind of card
+    #[arg(long, value_enum, default_value_t = BoardName::Bluefield)]
+    board: BoardName,
+    /// The kernel (`image`): an arm64 Image, or another UEFI application
+    #[arg(long, value_name = "FILE")]
+    kernel: PathBuf,
+    /// Its first file system, compressed or not
+    #[arg(long, value_name = "FILE")]
+    initramfs: PathBuf,
+    /// A boot stream with the vendor's boot loaders, such as /lib/firmware/mellanox/boot/default.bfb
+    #[arg(long, value_name = "FILE")]
+    base: Option<PathBuf>,
+    /// A file for the card's file system, put behind the initramfs with a manifest, as /usr/bin/sumac=sumac; may be
+    /// repeated
+    #[arg(long, value_name = "PATH=FILE", value_parser = parse_pair)]
+    agent: Vec<(String, String)>,
+    /// Kernel arguments, behind those that name consoles and the initramfs
+    #[arg(long, value_name = "ARGS", default_value = "")]
+    append: String,
+    #[command(flatten)]
+    manifest: ManifestArgs,
+    /// The file to write
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+}
+
+/// The kinds of cards that there are recipes for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum BoardName {
+    /// BlueField, BlueField-2 and BlueField-3
+    Bluefield,
+}
+
+/// Make it.
+pub(super) fn run(args: &BuildArgs) -> Result<(), Failure> {
+    let BoardName::Bluefield = args.board;
+    let key = args.manifest.key()?;
+    let outputs = Outputs::new()?;
+    let mut making = Making::default();
+    if let Some(base) = &args.base {
+        making.take(base, &[ImageId::INFO], &args.output, &outputs)?;
+    }
+    let file = |path: &Path| {
+        Source::file(path).with_context(|| format!("cannot read {}", path.display())).map_err(Failure::Input)
+    };
+    let version = args.manifest.image_version.as_deref().unwrap_or("0");
+    let mut initramfs = file(&args.initramfs)?;
+    if !args.agent.is_empty() {
+        let archive = pack(args, version, key.as_ref(), &outputs)?;
+        let padding = initramfs.len_bytes().wrapping_neg() % ARCHIVE_ALIGNMENT;
+        let padding = Source::Bytes(vec![0; padding as usize]);
+        initramfs = Source::Chain(vec![initramfs, padding, making.spool(archive)?]);
+    }
+    let mut recipe = Recipe::new(file(&args.kernel)?, initramfs);
+    recipe.more_args.clone_from(&args.append);
+    recipe.put_into(&mut making.builder).map_err(Failure::input)?;
+    making.say(version, args.manifest.epoch, key.as_ref())?;
+    making.write(&args.output, key.as_ref(), &outputs)?.publish()?;
+    let count = making.builder.images().count();
+    let signed = if key.is_some() { "signed" } else { "not signed (--sign-key)" };
+    writeln!(io::stdout(), "{}: {count} images, version {version}, {signed}", args.output.display())?;
+    if args.base.is_none() {
+        eprintln!("note: without --base there is no boot loader in it; a card boots it only from one that it has");
+    }
+    Ok(())
+}
+
+/// Pack the agent's files.
+fn pack(args: &BuildArgs, version: &str, key: Option<&SigningKey>, outputs: &Outputs) -> Result<Output, Failure> {
+    let mut archive = outputs.create(&args.output)?;
+    let agent: Vec<_> = args.agent.iter().map(|(path, file)| (path.clone(), PathBuf::from(file))).collect();
+    let packed = files::write_archive(&agent, version, args.manifest.epoch, key, &mut archive);
+    packed.map(|_| archive).map_err(|error| match error {
+        FilesError::Io { .. } => outputs.failure(Failure::input(error)),
+        error => Failure::input(error),
+    })
+}

@@ -1,0 +1,233 @@
+//! `sumac selftest`: every link of a cluster on its own, for loss, latency and bandwidth.
+//!
+//! A link is put under test by jobs whose tree is pinned to it: one rank and one device, then one rank, a device and a
+//! second device above it. The rank runs in this process. What the second job takes longer than the first is the
+//! second link's latency; what was lost on it, its own two ends have counted.
+//!
+//! Invariants: a link that fails ends its own test only; a device that is not reached from here does not make the links
+//! of others look bad.
+
+mod link;
+mod probe;
+mod snapshot;
+mod table;
+
+use crate::address::ControllerAddress;
+use crate::cluster::{self, ClusterConfig, Supervisor};
+use crate::exit::Failure;
+use crate::layout::Layout;
+use crate::size::SizeBytes;
+use crate::stats;
+use anyhow::{anyhow, ensure};
+use clap::Args;
+use indicatif::ProgressBar;
+use link::{Flows, Link, Measured, Row};
+use probe::{Probe, ProbeError};
+use snapshot::Snapshot;
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+use sumac::controller::status;
+
+/// The largest operation.
+const BYTES_MAX: SizeBytes = SizeBytes(1 << 30);
+
+/// How many large operations are run; their median counts.
+const LARGE_OPERATIONS: u32 = 3;
+
+/// The length of a small operation in bytes: one packet each way.
+const SMALL_BYTES: usize = 8;
+
+/// `sumac selftest`.
+#[derive(Debug, Args)]
+pub(crate) struct SelftestArgs {
+    #[command(flatten)]
+    controller: ControllerAddress,
+    /// Test the links of these devices only; give it once a device [default: all]
+    #[arg(long = "device", value_name = "NAME")]
+    devices: Vec<String>,
+    /// How many packets in a hundred a good link may lose
+    #[arg(long, value_name = "PERCENT", default_value_t = 0.1)]
+    max_loss: f64,
+    /// Small operations for a link's latency
+    #[arg(short = 'n', long = "iters", value_name = "N", default_value_t = 200,
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    iterations: u32,
+    /// The operation for a link's bandwidth
+    #[arg(short = 'e', long = "maxbytes", value_name = "SIZE", default_value = "16M")]
+    bytes: SizeBytes,
+    /// How long one operation may take before the link counts as broken, in seconds
+    #[arg(long = "timeout", value_name = "SECONDS", default_value_t = 10,
+          value_parser = clap::value_parser!(u64).range(1..=3600))]
+    timeout_s: u64,
+    /// Levels of the tree of the cluster that is started where no controller is named
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2),
+          conflicts_with = "topology")]
+    levels: u8,
+    /// Start the devices of the tree planned on this fabric (an ibnetdiscover dump or TOML)
+    #[arg(long, value_name = "FILE")]
+    topology: Option<PathBuf>,
+    /// For how many ranks that tree is planned
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    ranks: u32,
+    /// Print one JSON object a link instead of the table
+    #[arg(long)]
+    json: bool,
+}
+
+/// Test the links, and fail if one is bad.
+pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
+    args.check().map_err(Failure::Input)?;
+    let mut supervisor = None;
+    let controller = match args.controller.named()? {
+        Some(addr) => addr,
+        None => {
+            let layout = match &args.topology {
+                Some(path) => Layout::from_file(path, args.ranks),
+                None => Layout::generated(args.levels, args.ranks),
+            };
+            let layout = layout.map_err(Failure::Input)?;
+            let started = supervisor.insert(Supervisor::new(ProgressBar::hidden(), verbose)?);
+            cluster::start(started, &ClusterConfig { layout: &layout, shards: 1 })?
+        }
+    };
+    let report = status(controller).map_err(Failure::run)?;
+    let known: Vec<String> = report.devices.into_iter().map(|device| device.name).collect();
+    let devices = args.chosen(known).map_err(Failure::Input)?;
+    if !report.jobs.is_empty() {
+        let jobs = report.jobs.len();
+        eprintln!("# {jobs} jobs are running: what they send counts into loss, latency and bandwidth");
+    }
+    let mut tester = Tester { args, controller, supervisor, rows: Vec::new(), alone: BTreeMap::new(), jobs: 0 };
+    if !args.json {
+        table::write_head(&mut io::stdout())?;
+    }
+    devices.iter().try_for_each(|device| tester.test_device(device))?;
+    for (nth, one) in devices.iter().enumerate() {
+        devices[nth + 1..].iter().try_for_each(|other| tester.test_pair(one, other))?;
+    }
+    if !args.json {
+        table::write_summary(&mut io::stdout(), &tester.rows)?;
+    }
+    if tester.rows.iter().all(|row| row.ok) { Ok(()) } else { Err(Failure::Reported) }
+}
+
+impl SelftestArgs {
+    fn check(&self) -> anyhow::Result<()> {
+        ensure!((0.0..=100.0).contains(&self.max_loss), "--max-loss {}: it is a percentage, 0 to 100", self.max_loss);
+        let least = SizeBytes(SMALL_BYTES as u64);
+        ensure!(
+            self.bytes >= least && self.bytes <= BYTES_MAX,
+            "-e {}: the large operation is {least} to {BYTES_MAX} bytes",
+            self.bytes
+        );
+        Ok(())
+    }
+
+    /// Return which of the devices that there are to test.
+    fn chosen(&self, known: Vec<String>) -> anyhow::Result<Vec<String>> {
+        ensure!(!known.is_empty(), "the controller knows no device; start one with `sumac device`");
+        let foreign = self.devices.iter().find(|name| !known.contains(name));
+        if let Some(name) = foreign {
+            return Err(anyhow!("--device {name}: the controller knows {}", known.join(", ")));
+        }
+        let wanted = |name: &String| self.devices.is_empty() || self.devices.contains(name);
+        Ok(known.into_iter().filter(wanted).collect())
+    }
+}
+
+/// What is known so far.
+struct Tester<'a> {
+    args: &'a SelftestArgs,
+    controller: SocketAddr,
+    /// Of the cluster that was started for this.
+    supervisor: Option<Supervisor>,
+    rows: Vec<Row>,
+    /// What each device's own link measured, of those that are reached.
+    alone: BTreeMap<String, Measured>,
+    jobs: u32,
+}
+
+impl Tester<'_> {
+    /// Test the link from here to a device.
+    fn test_device(&mut self, device: &str) -> Result<(), Failure> {
+        let link = Link::ToDevice(device.to_owned());
+        let tested = self.run(vec![device.to_owned()], |before, after| Flows::to_device(before, after, device));
+        if let Ok(measured) = &tested {
+            self.alone.insert(device.to_owned(), *measured);
+        }
+        self.judge(&link, tested)
+    }
+
+    /// Test the link between two devices, from the one that is reached from here with less loss: the less there is on
+    /// the way to a link, the less of it can be taken for the link's.
+    fn test_pair(&mut self, one: &str, other: &str) -> Result<(), Failure> {
+        let loss = |device: &str| self.alone.get(device).map_or(f64::INFINITY, |alone| alone.flows.loss());
+        let (child, parent) = if loss(one) <= loss(other) { (one, other) } else { (other, one) };
+        let link = Link::Between(child.to_owned(), parent.to_owned());
+        let Some(alone_ns) = self.alone.get(child).map(|alone| alone.latency_ns) else {
+            return self.tell(Row::untested(&link));
+        };
+        let devices = vec![parent.to_owned(), child.to_owned()];
+        let tested = self.run(devices, |before, after| Flows::between(before, after, child, parent));
+        // Two medians of one machine's scheduling: their difference may come out below zero.
+        let own = |measured: Measured| Measured { latency_ns: (measured.latency_ns - alone_ns).max(0.0), ..measured };
+        self.judge(&link, tested.map(own))
+    }
+
+    /// Run one job on these devices, the root first.
+    fn run(
+        &mut self,
+        devices: Vec<String>,
+        flows: impl FnOnce(&Snapshot, &Snapshot) -> Flows,
+    ) -> Result<Measured, ProbeError> {
+        self.jobs += 1;
+        let job = format!("selftest-{}-{}", std::process::id(), self.jobs);
+        let timeout = Duration::from_secs(self.args.timeout_s);
+        let mut probe = Probe::join(self.controller, job.clone(), devices, timeout)?;
+        let before = Snapshot::take(self.controller, &job, &mut probe)?;
+        let len_bytes = self.args.bytes.0 as usize / SMALL_BYTES * SMALL_BYTES;
+        let small = self.times(&mut probe, SMALL_BYTES, self.args.iterations)?;
+        let large = self.times(&mut probe, len_bytes, LARGE_OPERATIONS)?;
+        let after = Snapshot::take(self.controller, &job, &mut probe)?;
+        Ok(Measured {
+            flows: flows(&before, &after),
+            latency_ns: stats::median_ns(&small),
+            bandwidth_gbytes_s: stats::algbw_gbytes_s(len_bytes as u64, stats::median_ns(&large)),
+        })
+    }
+
+    /// Run `count` operations, and return what each took in nanoseconds.
+    fn times(&mut self, probe: &mut Probe, len_bytes: usize, count: u32) -> Result<Vec<u64>, ProbeError> {
+        let mut times = Vec::with_capacity(count as usize);
+        for _ in 0..count {
+            self.supervisor.as_mut().map_or(Ok(()), Supervisor::check)?;
+            let time = probe.round_trip(len_bytes)?;
+            times.push(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+        }
+        Ok(times)
+    }
+
+    fn judge(&mut self, link: &Link, tested: Result<Measured, ProbeError>) -> Result<(), Failure> {
+        self.tell(match tested {
+            Ok(measured) => Row::measured(link, &measured, self.args.max_loss),
+            Err(ProbeError::Cluster(error)) => return Err(error.into()),
+            Err(error) => Row::unreachable(link, &error.to_string()),
+        })
+    }
+
+    fn tell(&mut self, row: Row) -> Result<(), Failure> {
+        let mut out = io::stdout().lock();
+        if self.args.json {
+            serde_json::to_writer(&mut out, &row).map_err(io::Error::from)?;
+            writeln!(out)?;
+        } else {
+            table::write_row(&mut out, &row)?;
+        }
+        out.flush()?;
+        self.rows.push(row);
+        Ok(())
+    }
+}

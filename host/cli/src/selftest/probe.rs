@@ -1,0 +1,187 @@
+//! One rank, in this process, alone on devices of its choice: what puts packets on the links under test.
+//!
+//! It drives an endpoint by itself, as a communicator of one rank would not use the network at all.
+//!
+//! Invariant: every result is compared with what went up: one rank's sum is its own contribution.
+
+use crate::cluster::ClusterError;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+use sumac::controller::proto::{JoinRequest, TreeMembership};
+use sumac::controller::{ClientError, Session};
+use sumac::endpoint::{Buffers, Endpoint, EndpointConfig, EndpointError, EndpointStats, Event, OpId, PostError};
+use sumac::exec::TreeDriver;
+use sumac::{Dtype, OpDesc, Order, Path, ReduceOp};
+use sumac_hal::ids::Rank;
+use sumac_hal::port::Port;
+use sumac_hal::udp::{UdpConfig, UdpError, UdpPort};
+use thiserror::Error;
+
+/// Why devices can't be reached, or not be trusted.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub(super) enum ProbeError {
+    /// The controller.
+    #[error(transparent)]
+    Controller(#[from] ClientError),
+    /// The controller gave no tree on these devices.
+    #[error("{0}")]
+    NoTree(String),
+    /// The data port.
+    #[error("data port: {0}")]
+    Port(#[from] UdpError),
+    /// It can't be posted.
+    #[error(transparent)]
+    Post(#[from] PostError),
+    /// The operation ended without a result.
+    #[error(transparent)]
+    Endpoint(#[from] EndpointError),
+    /// No result in time.
+    #[error("no result within {} s", .0.as_secs_f64())]
+    Deadline(Duration),
+    /// This process is to end, or one that it started has ended: no link's fault.
+    #[error(transparent)]
+    Cluster(#[from] ClusterError),
+    /// Another result than what went up.
+    #[error("{wrong} of {len} bytes came back changed")]
+    Wrong {
+        /// Bytes that differ.
+        wrong: usize,
+        /// Bytes in all.
+        len: usize,
+    },
+}
+
+/// A rank that is the only one of its job. Dropping it ends the job in good order, whatever came of the test.
+pub(super) struct Probe {
+    session: Option<Session>,
+    driver: TreeDriver<UdpPort>,
+    buffer: OneBuffer,
+    sent: Vec<u8>,
+    timeout: Duration,
+}
+
+impl Probe {
+    /// Join a job of one rank on `devices`, the root first.
+    pub(super) fn join(
+        controller: SocketAddr,
+        job: String,
+        devices: Vec<String>,
+        timeout: Duration,
+    ) -> Result<Self, ProbeError> {
+        let port = UdpPort::bind(SocketAddr::new(controller.ip(), 0), &UdpConfig::default())?;
+        let request = JoinRequest {
+            job,
+            rank: Rank(0),
+            world: 1,
+            host: None,
+            order: Order::Arrival,
+            // Nobody connects to the only rank.
+            mesh_addr: SocketAddr::new(controller.ip(), 0),
+            max_packet_len_bytes: u32::try_from(port.capabilities().max_packet_len_bytes).unwrap_or(u32::MAX),
+        };
+        let (session, membership) = Session::join_on(controller, request, devices, timeout, |_| {})?;
+        let tree = membership.tree.map_err(ProbeError::NoTree)?;
+        if tree.parents.is_empty() || tree.window_max == 0 {
+            return Err(ProbeError::NoTree(format!("a tree with leaf {:?} but no way to it", tree.leaf)));
+        }
+        let endpoint = Endpoint::new(config(&tree, membership.table.version));
+        let driver = TreeDriver::new(endpoint, port);
+        Ok(Self { session: Some(session), driver, buffer: OneBuffer(Vec::new()), sent: Vec::new(), timeout })
+    }
+
+    /// Send `len_bytes` bytes, whole 64-bit words, up and get them back. Returns the time that it took.
+    pub(super) fn round_trip(&mut self, len_bytes: usize) -> Result<Duration, ProbeError> {
+        self.fill(len_bytes);
+        let start = Instant::now();
+        let desc = OpDesc::all_reduce(Dtype::U64, ReduceOp::Sum, (len_bytes / 8) as u64);
+        let op = self.driver.endpoint_mut().post(desc, Path::Tree)?;
+        loop {
+            let next = self.driver.pump(&mut self.buffer);
+            if self.is_complete(op)? {
+                break;
+            }
+            let left = self.timeout.checked_sub(start.elapsed()).ok_or(ProbeError::Deadline(self.timeout))?;
+            let wait = next.map_or(left, |next| next.min(left));
+            if !wait.is_zero() {
+                self.driver.wait(Some(wait));
+            }
+        }
+        let time = start.elapsed();
+        let wrong = self.buffer.0.iter().zip(&self.sent).filter(|(got, sent)| got != sent).count();
+        if wrong > 0 {
+            return Err(ProbeError::Wrong { wrong, len: len_bytes });
+        }
+        Ok(time)
+    }
+
+    /// Take in what has arrived since, and return what was counted.
+    pub(super) fn stats(&mut self) -> EndpointStats {
+        self.driver.pump(&mut self.buffer);
+        *self.driver.endpoint().stats()
+    }
+
+    /// Put values into the buffer that no other operation of this length had.
+    fn fill(&mut self, len_bytes: usize) {
+        let salt = self.driver.endpoint().stats().packets_out;
+        self.sent.clear();
+        let words = (0..(len_bytes / 8) as u64).map(|word| (word ^ salt.rotate_left(32)).wrapping_mul(ODD));
+        self.sent.extend(words.flat_map(u64::to_le_bytes));
+        self.buffer.0.clone_from(&self.sent);
+    }
+
+    /// Take the events, and tell whether `op` is complete.
+    fn is_complete(&mut self, op: OpId) -> Result<bool, ProbeError> {
+        while let Some(event) = self.driver.endpoint_mut().poll_event() {
+            match event {
+                Event::Completed(done) if done == op => return Ok(true),
+                Event::Failed(error) => return Err(error.into()),
+                _ => {}
+            }
+        }
+        Ok(false)
+    }
+}
+
+impl Drop for Probe {
+    fn drop(&mut self) {
+        if let Some(session) = self.session.take() {
+            session.leave();
+        }
+    }
+}
+
+/// The buffer of the one operation that is in flight.
+struct OneBuffer(Vec<u8>);
+
+impl Buffers for OneBuffer {
+    fn input(&self, _op: OpId) -> &[u8] {
+        &self.0
+    }
+
+    fn output(&mut self, _op: OpId) -> &mut [u8] {
+        &mut self.0
+    }
+}
+
+fn config(tree: &TreeMembership, table_version: u32) -> EndpointConfig {
+    EndpointConfig {
+        group: tree.group,
+        epoch: tree.epoch,
+        rank: Rank(0),
+        ranks: 1,
+        child: tree.child,
+        key: tree.key,
+        parents: tree.parents.clone(),
+        window_max: tree.window_max,
+        window_start: tree.window_start,
+        chunk_len_bytes: tree.chunk_len_bytes,
+        timers: tree.timers.into(),
+        table_version,
+        // The key is drawn anew for each group, and so for each life of this endpoint.
+        salt: tree.key as u32,
+    }
+}
+
+/// Spreads neighbouring numbers over all bits (2^64 over the golden ratio; Knuth, TAOCP 3, 6.4).
+const ODD: u64 = 0x9e37_79b9_7f4a_7c15;

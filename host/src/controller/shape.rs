@@ -1,0 +1,117 @@
+//! The shape of a job's tree on connected devices: as planned on the fabric, or as the job pins it.
+
+use super::device::DeviceSession;
+use crate::plan::{Child, Plan};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use sumac_hal::ids::Rank;
+
+/// Which device is whose child.
+#[derive(Debug)]
+pub(super) struct Shape {
+    pub(super) levels: u32,
+    pub(super) max_children: u32,
+    /// Root first; children in declared order, nodes by their index here.
+    pub(super) nodes: Vec<(Arc<DeviceSession>, Vec<Child>)>,
+    pub(super) ranks: usize,
+    /// Each rank's host, where a fabric names them.
+    pub(super) hosts: Option<Vec<String>>,
+}
+
+impl Shape {
+    /// Put a plan's nodes on the devices of their names, or GUIDs.
+    pub(super) fn planned(plan: &Plan, devices: &BTreeMap<String, Arc<DeviceSession>>) -> Result<Self, String> {
+        let nodes = plan.nodes.iter().map(|node| {
+            let by_guid = || devices.values().find(|device| device.name() == node.guid);
+            let device = devices.get(&node.name).or_else(by_guid);
+            let device = device.ok_or_else(|| format!("device {} is not connected", node.name))?;
+            Ok((Arc::clone(device), node.children.clone()))
+        });
+        Ok(Self {
+            levels: plan.levels as u32,
+            max_children: plan.max_children as u32,
+            nodes: nodes.collect::<Result<_, String>>()?,
+            ranks: plan.ranks.len(),
+            hosts: None,
+        })
+    }
+
+    /// Make a chain of devices, the root first, with all ranks at the last one.
+    pub(super) fn pinned(
+        names: &[String],
+        ranks: usize,
+        devices: &BTreeMap<String, Arc<DeviceSession>>,
+    ) -> Result<Self, String> {
+        let mut nodes = Vec::with_capacity(names.len());
+        for (index, name) in names.iter().enumerate() {
+            if names[..index].contains(name) {
+                return Err(format!("device {name} is pinned twice; it can be one node of a tree"));
+            }
+            let device = devices.get(name).ok_or_else(|| format!("device {name} is pinned, but not connected"))?;
+            let children = if index + 1 < names.len() {
+                vec![Child::Node(index + 1)]
+            } else {
+                (0..ranks as u32).map(|rank| Child::Rank(Rank(rank))).collect()
+            };
+            nodes.push((Arc::clone(device), children));
+        }
+        Ok(Self { levels: names.len() as u32, max_children: ranks.max(1) as u32, nodes, ranks, hosts: None })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::{Ipv4Addr, TcpListener, TcpStream};
+    use sumac_hal::ctrl::{Announce, DeviceCapabilities, Name};
+    use sumac_hal::ids::BootId;
+
+    /// Connected devices of these names, which nobody asks anything.
+    fn devices(names: &[&str]) -> BTreeMap<String, Arc<DeviceSession>> {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+        let session = |name: &&str| {
+            let stream = TcpStream::connect(listener.local_addr().expect("bound")).expect("connected");
+            let capabilities = DeviceCapabilities {
+                max_packet_len_bytes: 1500,
+                receive_buffer_bytes: 1 << 20,
+                groups: 4,
+                children: 8,
+                slots: 64,
+                slot_memory_bytes: 1 << 20,
+                dtypes: u32::MAX,
+                ops: u32::MAX,
+                collectives: u32::MAX,
+            };
+            let name = Name::try_from(*name).expect("short");
+            let announce = Announce { name, boot_id: BootId(1), capabilities, data_addrs: Default::default() };
+            (name_of(&announce), Arc::new(DeviceSession::new(announce, stream).expect("a session")))
+        };
+        names.iter().map(session).collect()
+    }
+
+    fn name_of(announce: &Announce) -> String {
+        announce.name.as_str().to_owned()
+    }
+
+    fn names(names: &[&str]) -> Vec<String> {
+        names.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    #[test]
+    fn a_pinned_tree_is_the_chain_asked_for() {
+        let shape = Shape::pinned(&names(&["c", "a"]), 2, &devices(&["a", "b", "c"])).expect("a chain");
+        let found: Vec<_> = shape.nodes.iter().map(|(device, children)| (device.name(), children.clone())).collect();
+        let ranks = vec![Child::Rank(Rank(0)), Child::Rank(Rank(1))];
+        assert_eq!(found, [("c", vec![Child::Node(1)]), ("a", ranks)]);
+        assert_eq!((shape.levels, shape.max_children), (2, 2));
+    }
+
+    #[test]
+    fn a_pinned_tree_needs_each_device_there_and_once() {
+        let devices = devices(&["a", "b"]);
+        let gone = Shape::pinned(&names(&["a", "x"]), 1, &devices).expect_err("no such device");
+        assert_eq!(gone, "device x is pinned, but not connected");
+        let twice = Shape::pinned(&names(&["a", "b", "a"]), 1, &devices).expect_err("a loop");
+        assert_eq!(twice, "device a is pinned twice; it can be one node of a tree");
+    }
+}

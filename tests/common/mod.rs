@@ -1,0 +1,63 @@
+//! A cluster in one process: controller, boards and communicators as they ship, only the process boundaries missing.
+
+use std::net::SocketAddr;
+use std::thread;
+use std::time::Duration;
+use sumac::controller::{Controller, ControllerConfig};
+use sumac::topo::{Fabric, LeafSpine};
+use sumac::{Communicator, JoinConfig};
+use sumac_firmware::emulated::{Board, BoardConfig};
+
+/// A controller and its boards.
+pub(crate) struct Cluster {
+    pub(crate) controller: Controller,
+    // Kept alive; some tests stop one.
+    #[allow(dead_code)]
+    pub(crate) boards: Vec<Board>,
+}
+
+impl Cluster {
+    /// `leaves` devices with `hosts` hosts each.
+    pub(crate) fn start(leaves: usize, hosts: usize) -> Self {
+        let spines = usize::from(leaves > 1);
+        let fabric = Fabric::leaf_spine(LeafSpine { leaves, spines, hosts_per_leaf: hosts, cables: 1, rate: None });
+        let fabric = fabric.expect("a valid shape");
+        let names: Vec<String> = fabric.switches().iter().map(|switch| switch.name.clone()).collect();
+        let config = ControllerConfig { fabric: Some(fabric), ..ControllerConfig::new() };
+        let controller = Controller::start(config).expect("a controller on loopback");
+        let boards = names.into_iter().map(|name| board(name, controller.local_addr())).collect();
+        Self { controller, boards }
+    }
+
+    /// Run `rank` as every rank of a job, and return what each returned.
+    pub(crate) fn run<R: Send>(
+        &self,
+        job: &str,
+        world: u32,
+        configure: fn(&mut JoinConfig),
+        rank: impl Fn(Communicator) -> R + Sync,
+    ) -> Vec<R> {
+        let addr = self.controller.local_addr();
+        let run = |number| {
+            let mut config = JoinConfig::new(addr, job, number, world);
+            config.join_timeout = Duration::from_secs(20);
+            configure(&mut config);
+            rank(Communicator::join(config).expect("join"))
+        };
+        thread::scope(|scope| {
+            let ranks: Vec<_> = (0..world).map(|number| scope.spawn(move || run(number))).collect();
+            ranks.into_iter().map(|rank| rank.join().expect("a rank panicked")).collect()
+        })
+    }
+}
+
+/// Start a board and wait until the controller knows it.
+fn board(name: String, controller: SocketAddr) -> Board {
+    let config = BoardConfig { slot_memory_bytes: 16 << 20, ..BoardConfig::new(name, controller) };
+    let board = Board::start(config).expect("a board on loopback");
+    assert!(board.wait_registered(Duration::from_secs(20)), "the controller does not answer");
+    board
+}
+
+/// Join as usual.
+pub(crate) fn plain(_: &mut JoinConfig) {}

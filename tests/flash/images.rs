@@ -1,0 +1,142 @@
+//! `sumac image` as a process: what it refuses, what it leaves behind, and the files that an image brings to a card.
+
+use super::Bench;
+use rustix::process::{Pid, Signal, kill_process};
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+use std::process::Stdio;
+
+/// Run `sumac image` in the bench's folder; return the exit status and stderr.
+fn image(bench: &Bench, args: &[&str]) -> (Option<i32>, String) {
+    let output = bench.command(&[&["image"], args].concat()).current_dir(bench.folder.path()).output().expect("runs");
+    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+fn names(folder: &Path) -> BTreeSet<String> {
+    let entries = folder.read_dir().expect("a folder");
+    entries.map(|entry| entry.expect("readable").file_name().to_string_lossy().into_owned()).collect()
+}
+
+#[test]
+fn damage_is_refused_with_its_place_and_nothing_is_written() {
+    let bench = Bench::new();
+    let mut bad = bench.image.clone();
+    let at = bad.len() - 5;
+    bad[at] ^= 0x40;
+    fs::write(bench.path("bad.bfb"), &bad).expect("written");
+    fs::write(bench.path("cut.bfb"), &bench.image[..bad.len() - 8]).expect("written");
+    fs::write(bench.path("tail.bfb"), [&bench.image[..], b"ubuntu_PASSWORD=x\n"].concat()).expect("written");
+    fs::write(bench.path("empty.bfb"), b"").expect("written");
+    let before = names(bench.folder.path());
+    for (file, parts) in [
+        ("bad.bfb", ["image_crc", "initramfs-v0"]),
+        ("cut.bfb", ["image_len", "truncated"]),
+        ("tail.bfb", ["magic", "bf.cfg"]),
+        ("empty.bfb", ["header", "empty"]),
+    ] {
+        let out = ["repack", file, "-o", "out.bfb"];
+        for args in [&["list", file][..], &["verify", file], &["extract", file, "-o", "dump"], &out] {
+            let (status, stderr) = image(&bench, args);
+            assert_eq!(status, Some(2), "{args:?}: {stderr}");
+            assert!(stderr.contains("offset 0x") && parts.iter().all(|part| stderr.contains(part)), "{stderr}");
+        }
+        assert_eq!(names(&bench.path("dump")), BTreeSet::new());
+        fs::remove_dir(bench.path("dump")).expect("removed");
+    }
+    assert_eq!(names(bench.folder.path()), before);
+    // What is not there can't be read, what is not known not be named.
+    for args in [
+        &["list", "none.bfb"][..],
+        &["extract", "image.bfb", "-n", "nicfw"],
+        &["repack", "--text", "kernel=x", "-o", "x"],
+    ] {
+        assert_eq!(image(&bench, args).0, Some(2), "{args:?}");
+    }
+}
+
+#[test]
+fn signatures_are_asked_for_by_key() {
+    let bench = Bench::new();
+    assert_eq!(image(&bench, &["verify", "image.bfb", "--key", "pub.pem"]).0, Some(0));
+    let (status, stderr) = image(&bench, &["verify", "image.bfb", "--key", "key.pem"]);
+    assert!(status == Some(2) && stderr.contains("no public ed25519 key"), "{stderr}");
+    // The same images, signed by nobody.
+    let unsigned = ["repack", "image.bfb", "--image-version", "1.2.3", "--epoch", "3", "-o", "unsigned.bfb"];
+    assert_eq!(image(&bench, &unsigned).0, Some(0));
+    assert_eq!(image(&bench, &["verify", "unsigned.bfb"]).0, Some(0));
+    let (status, stderr) = image(&bench, &["verify", "unsigned.bfb", "--key", "pub.pem"]);
+    assert!(status == Some(2) && stderr.contains("not signed by the key"), "{stderr}");
+    // A signature stays where nothing it speaks of changes, and goes where something does.
+    assert_eq!(image(&bench, &["repack", "image.bfb", "--format", "emmc", "-o", "image.emmc"]).0, Some(0));
+    assert_eq!(image(&bench, &["verify", "image.emmc", "--key", "pub.pem"]).0, Some(0));
+    let (status, stderr) = image(&bench, &["repack", "image.bfb", "--for", "bluefield-3", "-o", "three.bfb"]);
+    assert!(status == Some(0) && stderr.contains("the manifest says something else"), "{stderr}");
+    let args = ["flash", "image.emmc", "--rshim", "./rshim0", "--key", "pub.pem"];
+    let output = bench.command(&args).current_dir(bench.folder.path()).output().expect("runs");
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+}
+
+#[test]
+fn what_does_not_fit_a_boot_partition_is_refused() {
+    let bench = Bench::new();
+    let (status, stderr) = image(&bench, &["repack", "image.bfb", "--format", "emmc", "--max-size", "128K", "-o", "x"]);
+    assert!(status == Some(2) && stderr.contains("131072"), "{stderr}");
+    assert!(!bench.path("x").exists());
+}
+
+/// The kernel unpacks what is behind the user's initramfs over it; here an unpacker stands for the kernel.
+#[test]
+fn the_agents_files_come_with_a_manifest_that_is_checked_on_the_card() {
+    let bench = Bench::new();
+    fs::write(bench.path("agent"), b"#!agent").expect("written");
+    let args = ["build", "--kernel", "kernel", "--initramfs", "initramfs", "--agent", "/usr/bin/agent=agent"];
+    let sign = ["--image-version", "2.0", "--epoch", "4", "--sign-key", "key.pem", "-o", "agent.bfb"];
+    let (status, stderr) = image(&bench, &[&args[..], &sign].concat());
+    assert_eq!(status, Some(0), "{stderr}");
+    assert_eq!(image(&bench, &["verify", "agent.bfb", "--key", "pub.pem"]).0, Some(0));
+    assert_eq!(image(&bench, &["extract", "agent.bfb", "-n", "initramfs"]).0, Some(0));
+    let initramfs = fs::read(bench.path("dump-initramfs-v0")).expect("extracted");
+    // The user's is first, as it was, then zeros up to a multiple of 4.
+    let (user, agent) = initramfs.split_at(8);
+    assert!(user == b"files\0\0\0" && agent.starts_with(b"070701"));
+    let root = bench.path("root");
+    let mut archive = &initramfs[8..];
+    loop {
+        let entry = cpio::NewcReader::new(archive).expect("an entry");
+        let path = root.join(entry.entry().name());
+        if entry.entry().is_trailer() {
+            break;
+        }
+        if entry.entry().mode() & 0o170_000 == 0o040_000 {
+            fs::create_dir_all(path).expect("made");
+            archive = entry.finish().expect("no data");
+        } else {
+            archive = entry.to_writer(fs::File::create(path).expect("made")).expect("data");
+        }
+    }
+    let check = ["verify-files", "root", "--key", "pub.pem"];
+    assert_eq!(image(&bench, &check).0, Some(0));
+    fs::write(root.join("usr/bin/agent"), b"#!other").expect("written");
+    let (status, stderr) = image(&bench, &check);
+    assert!(status == Some(2) && stderr.contains("usr/bin/agent"), "{stderr}");
+}
+
+#[test]
+fn ctrl_c_leaves_no_half_of_an_image() {
+    let bench = Bench::new();
+    // Long enough that it is still at work; the agent's archive is the first thing that it writes.
+    fs::File::create(bench.path("long")).and_then(|file| file.set_len(512 << 20)).expect("made");
+    let before = names(bench.folder.path());
+    let args = ["image", "build", "--kernel", "kernel", "--initramfs", "long", "--agent", "/a=kernel", "-o", "out.bfb"];
+    let mut command = bench.command(&args);
+    let process = command.current_dir(bench.folder.path()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+    let mut process = process.expect("started");
+    while names(bench.folder.path()) == before {
+        assert!(process.try_wait().expect("a child").is_none(), "it has ended by itself");
+        std::thread::yield_now();
+    }
+    kill_process(Pid::from_child(&process), Signal::INT).expect("sent");
+    assert_eq!(process.wait().expect("ended").code(), Some(130));
+    assert_eq!(names(bench.folder.path()), before);
+}

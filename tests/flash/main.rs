@@ -1,0 +1,167 @@
+//! `sumac image` as a process; `sumac flash` and `sumac devices` against a simulated card: a script for every failure that the driver
+//! and its users report (Mellanox/rshim-user-space and its issues), and what the card is left with.
+//!
+//! Needs FUSE: root or fusermount3. Where that is missing the tests say so and do nothing; with CI=true they fail.
+//!
+//! Invariants of every script ([`Ran::check`]): the exit status and the name are those of the failure; the message says
+//! what to do; the settings are those of before; what the card has got is a part of the image, from its beginning.
+
+mod failures;
+mod images;
+mod rshim;
+mod success;
+
+use ed25519_dalek::SigningKey;
+use ed25519_dalek::pkcs8::spki::der::pem::LineEnding;
+use ed25519_dalek::pkcs8::{EncodePrivateKey, EncodePublicKey};
+use rshim::{Script, Seen, SimulatedCard};
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+use tempfile::TempDir;
+
+/// Length of the kernel in the image: the stream takes several writes.
+const KERNEL_LEN_BYTES: usize = 200_000;
+
+/// A folder with a signed image, its keys, and a place for a card.
+struct Bench {
+    folder: TempDir,
+    image: Vec<u8>,
+}
+
+impl Bench {
+    fn new() -> Self {
+        Self::with_epoch(3)
+    }
+
+    /// Make an image of this epoch.
+    fn with_epoch(epoch: u64) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let bench = Self { folder, image: Vec::new() };
+        let key = SigningKey::from_bytes(&[7; 32]);
+        fs::write(bench.path("key.pem"), key.to_pkcs8_pem(LineEnding::LF).expect("PEM").as_bytes()).expect("written");
+        let public = key.verifying_key().to_public_key_pem(LineEnding::LF).expect("PEM");
+        fs::write(bench.path("pub.pem"), public).expect("written");
+        let kernel: Vec<u8> = (0..KERNEL_LEN_BYTES).map(|at| (at * 7 + at / 251) as u8).collect();
+        fs::write(bench.path("kernel"), kernel).expect("written");
+        fs::write(bench.path("initramfs"), b"files").expect("written");
+        fs::create_dir(bench.path("rshim0")).expect("made");
+        let text = |name: &str| bench.path(name).display().to_string();
+        let base = bench.sumac(&[
+            "image",
+            "repack",
+            "--text",
+            "bl2-v1=two",
+            "--text",
+            "bl2-v2=three",
+            "-o",
+            &text("base.bfb"),
+        ]);
+        assert!(base.status.success(), "{base:?}");
+        let (kernel, initramfs, base, key, out) =
+            (text("kernel"), text("initramfs"), text("base.bfb"), text("key.pem"), text("image.bfb"));
+        let epoch = epoch.to_string();
+        let mut args = vec!["image", "build", "--kernel", &kernel, "--initramfs", &initramfs, "--base", &base];
+        args.extend(["--image-version", "1.2.3", "--epoch", &epoch, "--sign-key", &key, "-o", &out]);
+        let built = bench.sumac(&args);
+        assert!(built.status.success(), "{built:?}");
+        let image = fs::read(bench.path("image.bfb")).expect("built");
+        Self { image, ..bench }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_sumac"));
+        command.args(args).env("SUMAC_CARDS", self.path("cards")).stdin(Stdio::null());
+        command
+    }
+
+    fn sumac(&self, args: &[&str]) -> Output {
+        self.command(args).output().expect("the command runs")
+    }
+
+    /// Return a card in this folder, or nothing if there is no FUSE here.
+    fn card(&self, script: Script) -> Option<SimulatedCard> {
+        match SimulatedCard::mount(&self.path("rshim0"), script) {
+            Ok(card) => Some(card),
+            Err(error) => {
+                let why = format!("SKIPPED: no simulated card without FUSE ({error}); run as root, or install fuse3");
+                assert!(std::env::var("CI").as_deref() != Ok("true"), "{why}");
+                eprintln!("{why}");
+                None
+            }
+        }
+    }
+
+    /// The arguments for flashing the image to the card here.
+    fn flash_args(&self, more: &[&str]) -> Vec<String> {
+        let path = |name: &str| self.path(name).display().to_string();
+        let (image, card, key) = (path("image.bfb"), path("rshim0"), path("pub.pem"));
+        let args = ["flash", &image, "--rshim", &card, "--json", "--poll-ms", "20"];
+        let mut args: Vec<_> = args.iter().chain(more).map(|text| text.to_string()).collect();
+        if !more.contains(&"--allow-unsigned") {
+            args.extend(["--key".into(), key]);
+        }
+        // Long enough that a machine that stands still for a while changes nothing; a script that is about time says so.
+        for (option, value) in [("--timeout", "600"), ("--patience-polls", "30000")] {
+            if !more.contains(&option) {
+                args.extend([option.into(), value.into()]);
+            }
+        }
+        args
+    }
+
+    /// Flash to a card that does what the script says.
+    fn flash(&self, script: Script, more: &[&str]) -> Option<Ran> {
+        let card = self.card(script)?;
+        let args = self.flash_args(more);
+        let output = self.sumac(&args.iter().map(String::as_str).collect::<Vec<_>>());
+        Some(Ran::new(output, card))
+    }
+}
+
+/// What a flashing has left.
+struct Ran {
+    status: i32,
+    json: serde_json::Value,
+    stderr: String,
+    seen: Seen,
+}
+
+impl Ran {
+    fn new(output: Output, card: SimulatedCard) -> Self {
+        let status = output.status.code().unwrap_or_else(|| panic!("ended by a signal: {output:?}"));
+        let json = serde_json::from_slice(&output.stdout).unwrap_or(serde_json::Value::Null);
+        Self { status, json, stderr: String::from_utf8_lossy(&output.stderr).into_owned(), seen: card.seen() }
+    }
+
+    /// Check what holds for every end.
+    fn check(&self, bench: &Bench, status: i32, name: &str) {
+        let context = format!("{}\n{}", self.stderr, self.json);
+        assert_eq!(self.status, status, "{context}");
+        assert_eq!(
+            (self.json["outcome"].as_str(), &self.json["exit_status"]),
+            (Some(name), &status.into()),
+            "{context}"
+        );
+        if status != 0 {
+            assert!(self.stderr.contains("what to do: "), "{context}");
+            let message = self.json["message"].as_str().expect("a message");
+            assert!(self.stderr.contains(message), "{context}");
+        }
+        assert!(bench.image.starts_with(&self.seen.received), "the card has got something else");
+        // A writer that was stopped may not have come to say what was taken last.
+        let told = self.json["written_bytes"].as_u64().expect("a number");
+        assert!(told <= self.seen.received.len() as u64, "{context}");
+    }
+
+    /// Check that the card is as before: booting from where it did, the log as quiet as it was.
+    fn check_restored(&self, boot_mode: u32) {
+        let Seen { boot_mode: now, display_level, clear_on_read, is_open, .. } = self.seen;
+        assert_eq!((now, display_level, clear_on_read, is_open), (boot_mode, 0, false, false), "{}", self.stderr);
+        assert_ne!(self.json["restored"], false, "{}", self.json);
+    }
+}
