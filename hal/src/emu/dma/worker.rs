@@ -33,6 +33,12 @@ impl Sleeper {
         }
     }
 
+    /// Tell whether the thread sleeps, or is about to.
+    #[cfg(test)]
+    pub(super) fn sleeps(&self) -> bool {
+        self.bell.word().load(Ordering::Relaxed) != 0
+    }
+
     /// Wake the thread in any case.
     pub(super) fn wake(&self) {
         if let Some(thread) = &*self.thread.lock().unwrap_or_else(PoisonError::into_inner) {

@@ -168,3 +168,21 @@ fn a_wait_without_news_ends_at_its_deadline_and_needs_a_bell_to_sleep_on() {
     assert_eq!(waiter.wait(&[], late, || true), Ok(true), "news need no sleep");
     assert_eq!(word.load(Ordering::Relaxed), 0, "nobody sleeps");
 }
+
+/// News that comes after the first look and before the announcement rings for nobody: only the second look finds it.
+#[test]
+fn a_sleeper_looks_again_after_it_has_announced_its_sleep() {
+    let word = AtomicU32::new(0);
+    let bell = Doorbell::new(&word);
+    let mut looks = Vec::new();
+    // Not needed by a sleeper that looks again, and the end of one that does not.
+    let late = Some(Instant::now() + LONG);
+    let news = || {
+        looks.push(word.load(Ordering::Relaxed));
+        assert!(looks.len() > 1 || !bell.ring(), "nobody sleeps yet");
+        looks.len() > 1
+    };
+    assert_eq!(Waiter::new(Patience::NONE).wait(&[bell], late, news), Ok(true));
+    assert_eq!(looks[..2], [0, Doorbell::<&AtomicU32>::ASLEEP]);
+    assert_eq!(word.load(Ordering::Relaxed), 0, "nobody sleeps any more");
+}

@@ -183,3 +183,18 @@ fn an_engine_that_is_dropped_stops_in_the_middle_of_its_work() {
     drop(engine);
     assert!(memories.iter().all(|memory| Arc::strong_count(memory) == 1));
 }
+
+/// News that comes after the first look and before the announcement rings for nobody: only the second look finds it.
+#[test]
+fn a_sleeper_looks_again_after_it_has_announced_its_sleep() {
+    let sleeper = crate::emu::dma::worker::Sleeper::default();
+    let mut looks = Vec::new();
+    // Not needed by a sleeper that looks again, and the end of one that does not.
+    let late = Some(std::time::Instant::now() + std::time::Duration::from_secs(60));
+    let found = sleeper.wait(Patience::NONE, late, || {
+        looks.push(sleeper.sleeps());
+        looks.len() > 1
+    });
+    assert!(found);
+    assert_eq!((looks, sleeper.sleeps()), (vec![false, true], false));
+}
