@@ -8,7 +8,7 @@ use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 use sumac_hal::reduce::Kernel;
 use sumac_tests::oracle::Shape;
-use sumac_tests::sim::{Faults, GroupOptions, Options, Scenario, run};
+use sumac_tests::sim::{Faults, GroupOptions, Options, Scenario, Sharing, run};
 
 const CHUNK_LEN_BYTES: u16 = 128;
 
@@ -63,6 +63,7 @@ fn every_collective_type_and_operator() {
                     bandwidth_bytes_per_s: None,
                     receive_queue_bytes: None,
                 },
+                sharing: if index % 2 == 0 { Sharing::All } else { Sharing::Off },
                 faults: Faults {
                     loss: 50,
                     duplicate: 50,
