@@ -55,7 +55,7 @@ pub struct CallOptions {
     pub algo: Option<Algo>,
     /// How long the call may take.
     pub deadline: Option<Duration>,
-    /// What this rank multiplies its own contribution by; for [`ReduceOp::PremulSum`] alone, where it is 1 by default.
+    /// What this rank multiplies its own contribution by; for [`ReduceOp::PremulSum`](sumac_hal::op::ReduceOp::PremulSum) alone, where it is 1 by default.
     pub scalar: Option<f64>,
 }
 
