@@ -14,8 +14,8 @@ use crate::dma::{Address, Capabilities, Status, Step};
 use std::slice;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// Bytes of the widest span that a tile covers: half of a usual L1 data cache. Tests have many tiles of few bytes.
-const TILE_LEN_BYTES: usize = if cfg!(test) { 64 } else { 16 << 10 };
+/// Bytes of the widest span that a tile covers: with the sources beside it, a part of any L1 data cache. Tests have many tiles of few bytes.
+const TILE_LEN_BYTES: usize = if cfg!(test) { 64 } else { 8 << 10 };
 
 /// A step whose addresses have been found good.
 struct Resolved {
