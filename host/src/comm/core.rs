@@ -228,8 +228,9 @@ impl Core {
     ) -> Result<(), Error> {
         let schedule = self.schedule(desc, path, &buffers)?;
         self.run_started(deadline)?;
-        self.tell_tree(desc, path)?;
-        self.run_schedule((desc, path), &schedule, buffers, deadline)
+        let told = self.tell_tree(desc, path)?;
+        let result = self.run_schedule((desc, path), &schedule, buffers, deadline);
+        result.map_err(|error| self.verdict(told, error, deadline))
     }
 
     /// Exchange blocks of any length. Counts differ from rank to rank, so that only the collective and the type are
@@ -251,8 +252,9 @@ impl Core {
         let begun = self.mark();
         let path = Path::Pairwise;
         let result = self.run_started(deadline).and_then(|()| {
-            self.tell_tree(&desc, path)?;
-            self.run_schedule((&desc, path), &schedule, buffers, deadline)
+            let told = self.tell_tree(&desc, path)?;
+            let result = self.run_schedule((&desc, path), &schedule, buffers, deadline);
+            result.map_err(|error| self.verdict(told, error, deadline))
         });
         result.map_err(|error| self.end(error, &desc, begun))?;
         Ok(self.outcome(path, None, begun))
@@ -368,6 +370,7 @@ impl Core {
             let schedule = self.schedule(&desc, path, &buffers)?;
             self.run_schedule((&desc, path), &schedule, buffers, deadline)
         });
+        let result = result.map_err(|error| self.verdict(started.tree_op, error, deadline));
         let result = result.map_err(|error| self.end(error, &desc, started.begun));
         let outcome = self.outcome(path, started.fallback.clone(), started.begun);
         started.finished = Some(result.clone().map(|()| outcome));

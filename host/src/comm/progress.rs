@@ -183,6 +183,24 @@ impl Core {
         }
     }
 
+    /// Return what a failed schedule's error is to all ranks. Neighbours that notice a mismatch tell the others in their
+    /// own words; the tree's root tells all the same, so its word is waited for if there is a tree that was told.
+    pub(super) fn verdict(&mut self, told: Option<OpId>, error: Error, (at, _): Deadline) -> Error {
+        let Some(told) = told.filter(|_| matches!(error, Error::Mismatch { .. } | Error::Schedule(_))) else {
+            return error;
+        };
+        let limit = Instant::now() + VERDICT;
+        let deadline = (at.min(limit), VERDICT);
+        while told.0 >= self.completed_below {
+            match self.step(None, deadline) {
+                Ok(()) => {}
+                Err(word @ Error::Mismatch { .. }) => return word,
+                Err(_) => return error,
+            }
+        }
+        error
+    }
+
     /// Return the connections for schedules, and the tree as what is driven beside them.
     pub(super) fn along(&mut self) -> (&mut Mesh, Along<'_>) {
         let along = Along {
@@ -241,6 +259,9 @@ impl Interrupt for Along<'_> {
         Some(self.wake_at.map_or(look, |at| at.min(look)))
     }
 }
+
+/// How long a failed schedule waits for what the tree says of it.
+const VERDICT: Duration = Duration::from_millis(500);
 
 /// How long a schedule may go on after it was cancelled.
 const CANCEL_LATENCY: Duration = Duration::from_millis(50);
