@@ -6,6 +6,7 @@
 
 use crate::collective::Piece;
 use crate::options::Algo;
+use crate::perf::Explained;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -45,6 +46,11 @@ pub(crate) enum Work {
         warmup: u32,
         /// Measured iterations of each.
         iterations: u32,
+    },
+    /// Say what would be chosen, and why.
+    Explain {
+        /// Of what, in order.
+        cases: Vec<Case>,
     },
     /// Combine the tensors of files.
     Files(FileWork),
@@ -110,6 +116,8 @@ impl Case {
 pub(crate) enum Report {
     /// It is a member of the communicator.
     Joined,
+    /// What would be chosen for the next case.
+    Explained(Explained),
     /// The next case is measured.
     Measured(Measured),
     /// The next case can't be run: the way asked for is ruled out, at all ranks alike.

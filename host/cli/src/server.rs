@@ -13,6 +13,7 @@ use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use sumac::choice::CostTable;
 use sumac::comm::DEFAULT_PORT;
 use sumac::controller::{Controller, ControllerConfig};
 use sumac::topo::Fabric;
@@ -31,6 +32,10 @@ pub(crate) struct ControllerArgs {
     /// switch that all hosts hang on
     #[arg(long, value_name = "FILE")]
     topology: Option<PathBuf>,
+    /// Ways to take by size, whatever they cost: TOML with one `[[override]]` for each, of `path` and, where it is
+    /// limited, `collective`, `min_bytes`, `max_bytes`; the first that fits counts
+    #[arg(long, value_name = "FILE")]
+    overrides: Option<PathBuf>,
 }
 
 /// `sumac device`.
@@ -72,6 +77,9 @@ pub(crate) fn run_controller(args: &ControllerArgs) -> Result<(), Failure> {
     let mut config = ControllerConfig::new();
     config.listen = args.listen;
     config.fabric = args.topology.as_deref().map(read_fabric).transpose().map_err(Failure::Input)?;
+    if let Some(path) = &args.overrides {
+        config.table = read_overrides(config.table, path).map_err(Failure::Input)?;
+    }
     let controller = Controller::start(config).map_err(Failure::input)?;
     announce(&format!("{LISTENING}{}", controller.local_addr()))?;
     wait(signals);
@@ -108,6 +116,12 @@ fn read_fabric(path: &Path) -> anyhow::Result<Fabric> {
     let mut text = String::new();
     io::stdin().take(STDIN_MAX_BYTES).read_to_string(&mut text).context("cannot read the fabric from stdin")?;
     Fabric::from_toml(&text).context("stdin")
+}
+
+/// Read an override file into a cost table.
+pub(crate) fn read_overrides(table: CostTable, path: &Path) -> anyhow::Result<CostTable> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    table.with_overrides(&text).with_context(|| path.display().to_string())
 }
 
 fn announce(line: &str) -> io::Result<()> {

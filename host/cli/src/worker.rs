@@ -7,6 +7,7 @@
 use crate::collective;
 use crate::exit::Failure;
 use crate::job::{Case, Measured, RankJob, Report, Work};
+use crate::perf::Explained;
 use crate::workload::Workload;
 use anyhow::{Context, anyhow};
 use rustix::time::{ClockId, clock_gettime};
@@ -33,6 +34,12 @@ pub(crate) fn run() -> Result<(), Failure> {
             let mut bench = Bench::new(&communicator, *warmup, *iterations);
             for case in cases {
                 report(&bench.measure(case)?)?;
+            }
+        }
+        Work::Explain { cases } => {
+            for case in cases {
+                let explanation = communicator.explain(&case.desc(), case.algo);
+                report(&Report::Explained(Explained::new(case, &explanation)))?;
             }
         }
         Work::Files(work) => report(&collective::run_rank(&communicator, work)?)?,

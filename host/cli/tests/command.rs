@@ -80,6 +80,46 @@ fn a_way_that_is_ruled_out_is_left_out_with_its_reason() {
     assert_eq!(exit_status(&output), 1, "{}", stderr(&output));
 }
 
+/// Every collective by the cheapest way, and where a type that is neither float nor wide and a pair come in.
+#[test]
+fn perf_checks_every_collective() {
+    let collectives = "all_reduce,reduce,broadcast,reduce_scatter,all_gather,gather,scatter,all_to_all,barrier";
+    let args =
+        format!("perf --json -b 96 -e 960 -f 10 -n 2 -w 1 --ranks 3 -r 2 --algo auto,tree --collective {collectives}");
+    let found = rows(&args.split_whitespace().collect::<Vec<_>>());
+    let of =
+        |name: &str, algo: &str| found.iter().filter(|row| row["collective"] == name && row["algo"] == algo).count();
+    for collective in collectives.split(',').filter(|&name| name != "barrier") {
+        assert_eq!(of(collective, "auto"), 2, "{collective}");
+        let offloaded = !["gather", "scatter", "all_to_all"].contains(&collective);
+        assert_eq!(of(collective, "tree"), if offloaded { 2 } else { 0 }, "{collective}");
+    }
+    assert!(found.iter().all(|row| row["wrong"] == 0), "{found:?}");
+    let args = "perf --json -b 96 -e 96 -n 2 -w 1 --ranks 3 --algo tree,ring -d u8,f8e4m3 -o avg,prod,premul_sum";
+    assert_eq!(rows(&args.split_whitespace().collect::<Vec<_>>()).len(), 2 * 3 * 2);
+    let args = "perf --json -b 96 -e 96 -n 2 -w 1 --ranks 3 --algo tree,hd -d i32,f64 -o minloc,maxloc";
+    assert_eq!(rows(&args.split_whitespace().collect::<Vec<_>>()).len(), 2 * 2 * 2);
+}
+
+#[test]
+fn explain_names_costs_reasons_and_overrides() {
+    let dir = Dir::new("explain");
+    let file = dir.path("overrides.toml");
+    std::fs::write(&file, "[[override]]\npath = \"hd\"\nmin_bytes = 100\n").expect("a file");
+    let args = "perf --explain --json -b 8 -e 800 -f 100 --ranks 3 --algo auto --order fold --overrides";
+    let found = rows(&args.split_whitespace().chain([file.as_str()]).collect::<Vec<_>>());
+    assert_eq!(found.len(), 2);
+    assert!(found[0]["overridden"].is_null() && found[1]["overridden"] == "hd", "{found:?}");
+    let hd = found[1]["candidates"].as_array().expect("candidates").iter().find(|way| way["path"] == "hd");
+    let why = hd.expect("hd")["ruled_out"].as_str().expect("its sums are paired otherwise");
+    assert!(why.contains("TreeFold"), "{why}");
+    assert_ne!(found[1]["chosen"], "hd", "what is not possible is not taken");
+    std::fs::write(dir.path("overrides.toml"), "[[override]]\npath = \"rings\"\n").expect("a file");
+    let output = sumac(&["perf", "--overrides", &file]);
+    assert_eq!(exit_status(&output), 2);
+    assert!(stderr(&output).contains("rings") && stderr(&output).contains(&file), "{}", stderr(&output));
+}
+
 #[test]
 fn perf_builds_the_tree_of_a_real_fabric() {
     let fabric = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/two-leaves.ibnetdiscover");

@@ -5,6 +5,7 @@ use super::{ChildId, ClusterError, Limit, Supervisor};
 use crate::layout::{Layout, Source};
 use std::collections::HashSet;
 use std::net::SocketAddr;
+use std::path::Path;
 use std::time::Duration;
 
 /// How long a process may take to get ready. Hundreds of them on a small machine take their time.
@@ -25,6 +26,8 @@ pub(crate) struct ClusterConfig<'a> {
     pub(crate) shards: u16,
     /// Which processors each leaf runs on.
     pub(crate) parts: Parts,
+    /// The controller's override file.
+    pub(crate) overrides: Option<&'a Path>,
 }
 
 /// Start a controller and devices, and return the controller's address once every device has registered with it.
@@ -38,7 +41,8 @@ pub(crate) fn start(supervisor: &mut Supervisor, config: &ClusterConfig<'_>) -> 
         Source::Toml(text) => ("-".to_owned(), text.clone().into_bytes()),
     };
     let own = ["controller".into(), "--listen=127.0.0.1:0".into(), format!("--topology={topology}")];
-    let args: Vec<String> = own.into_iter().collect();
+    let overrides = config.overrides.map(|path| format!("--overrides={}", path.display()));
+    let args: Vec<String> = own.into_iter().chain(overrides).collect();
     let controller = supervisor.spawn("the controller", &args, stdin)?;
     let (_, line) = supervisor.next_line(limit, controller, "listen")?;
     let addr = line.strip_prefix(LISTENING).and_then(|addr| addr.parse::<SocketAddr>().ok());

@@ -169,7 +169,10 @@ impl Job<'_> {
         outputs: &[Option<Output>],
         supervisor: &mut Supervisor,
     ) -> Result<Combined, Failure> {
-        let controller = cluster::start(supervisor, &ClusterConfig { layout, shards: 1, parts: Parts::anywhere() })?;
+        let controller = cluster::start(
+            supervisor,
+            &ClusterConfig { layout, shards: 1, parts: Parts::anywhere(), overrides: None },
+        )?;
         let Call { collective, op, root, run } = self.call;
         let world = self.inputs.len();
         let mut ranks = Vec::new();

@@ -80,6 +80,13 @@ pub(crate) struct PerfArgs {
     /// How long one operation may take before it fails, in seconds
     #[arg(long = "timeout", value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub(super) timeout_s: u64,
+    /// Say of each row which ways there are, what each would cost or why it is not possible, and which is taken; run
+    /// nothing
+    #[arg(long)]
+    pub(super) explain: bool,
+    /// Ways to take by size, whatever they cost, where `--algo auto` leaves it open (see `sumac controller --help`)
+    #[arg(long, value_name = "FILE")]
+    pub(super) overrides: Option<PathBuf>,
     /// Print one JSON object a row instead of the table
     #[arg(long)]
     pub(super) json: bool,

@@ -4,9 +4,11 @@
 //! they come. All algorithms run in one communicator, so what differs between two rows is the path alone.
 
 mod args;
+mod explain;
 mod table;
 
 pub(crate) use args::PerfArgs;
+pub(crate) use explain::Explained;
 
 use crate::cluster::{self, ChildId, ClusterConfig, ClusterError, Limit, Parts, Supervisor};
 use crate::exit::Failure;
@@ -28,6 +30,10 @@ const JOIN_LIMIT: Duration = Duration::from_secs(60);
 /// Run the measurement.
 pub(crate) fn run(args: &PerfArgs, verbose: u8) -> Result<(), Failure> {
     let cases = args.cases().map_err(Failure::Input)?;
+    if let Some(path) = &args.overrides {
+        // The controller reads it again; here it is refused before anything is started.
+        crate::server::read_overrides(sumac::choice::CostTable::EMULATED, path).map_err(Failure::Input)?;
+    }
     let layout = match &args.topology {
         Some(path) => Layout::from_file(path, args.ranks),
         None => Layout::generated(args.levels, args.ranks),
@@ -56,7 +62,7 @@ fn measure(
     let round_trip_ns = if args.json { None } else { machine::cache_line_round_trip_ns() };
     bar.set_message("starting the controller and the devices");
     let parts = if args.no_bind { Parts::anywhere() } else { Parts::new(layout) };
-    let config = ClusterConfig { layout, shards: args.shards, parts };
+    let config = ClusterConfig { layout, shards: args.shards, parts, overrides: args.overrides.as_deref() };
     let controller = cluster::start(&mut supervisor, &config)?;
     bar.set_message("waiting for the ranks to join");
     let ranks = start_ranks(&mut supervisor, args, cases, &config, controller)?;
@@ -66,6 +72,11 @@ fn measure(
         if report != Report::Joined {
             return Err(Failure::Run(anyhow!("a rank reported {report:?} before it had joined")));
         }
+    }
+    if args.explain {
+        explained(args, cases, &mut reports, &mut supervisor, bar)?;
+        supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?;
+        return Ok(0);
     }
     if !args.json {
         write_preamble(&mut io::stdout(), args, layout, round_trip_ns)?;
@@ -103,6 +114,29 @@ fn measure(
     Ok(wrong)
 }
 
+/// Print what the ranks say of each case, which all say alike.
+fn explained(
+    args: &PerfArgs,
+    cases: &[Case],
+    reports: &mut Reports,
+    supervisor: &mut Supervisor,
+    bar: &ProgressBar,
+) -> Result<(), Failure> {
+    for case in cases {
+        let ranks = reports.next_of_each(supervisor, Limit::new(JOIN_LIMIT), "explain")?;
+        let [Report::Explained(first), others @ ..] = &ranks[..] else {
+            return Err(Failure::Run(anyhow!("a rank reported {:?} where an explanation was due", ranks.first())));
+        };
+        if let Some(other) = others.iter().find(|other| *other != &ranks[0]) {
+            return Err(Failure::Run(anyhow!("ranks would choose differently: {first:?} and {other:?}")));
+        }
+        bar.suspend(|| first.write(&mut io::stdout().lock(), args.json))?;
+        bar.set_message(case.collective.name());
+        bar.inc(1);
+    }
+    Ok(())
+}
+
 fn start_ranks(
     supervisor: &mut Supervisor,
     args: &PerfArgs,
@@ -110,7 +144,11 @@ fn start_ranks(
     config: &ClusterConfig<'_>,
     controller: SocketAddr,
 ) -> Result<Vec<ChildId>, Failure> {
-    let work = Work::Perf { cases: cases.to_vec(), warmup: args.warmup, iterations: args.iterations };
+    let cases = cases.to_vec();
+    let work = match args.explain {
+        true => Work::Explain { cases },
+        false => Work::Perf { cases, warmup: args.warmup, iterations: args.iterations },
+    };
     (0_u32..)
         .zip(config.layout.hosts.iter().zip(&config.layout.leaves))
         .map(|(rank, (host, &leaf))| {

@@ -90,7 +90,10 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
             };
             let layout = layout.map_err(Failure::Input)?;
             let started = supervisor.insert(Supervisor::new(ProgressBar::hidden(), verbose)?);
-            cluster::start(started, &ClusterConfig { layout: &layout, shards: 1, parts: Parts::anywhere() })?
+            cluster::start(
+                started,
+                &ClusterConfig { layout: &layout, shards: 1, parts: Parts::anywhere(), overrides: None },
+            )?
         }
     };
     let report = status(controller).map_err(Failure::run)?;

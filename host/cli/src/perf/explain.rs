@@ -1,0 +1,104 @@
+//! `sumac perf --explain`: what the ranks would choose and why, without running it.
+
+use crate::job::Case;
+use serde::{Deserialize, Serialize};
+use std::io::{self, Write};
+use sumac::choice::Explanation;
+
+/// What one rank says of one case; its fields are the keys of the JSON form.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Explained {
+    /// The operation.
+    operation: String,
+    /// The way asked for.
+    requested: String,
+    /// The way that the operator's overrides ask for.
+    overridden: Option<String>,
+    /// The way that is taken; `None` if what was asked for is not possible.
+    chosen: Option<String>,
+    /// Every way there is.
+    candidates: Vec<Candidate>,
+}
+
+/// One way, judged.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Candidate {
+    path: String,
+    /// Its cost in microseconds, if it is possible.
+    cost_us: Option<f64>,
+    /// The first condition that rules it out.
+    ruled_out: Option<String>,
+}
+
+impl Explained {
+    /// Put an explanation into words.
+    pub(crate) fn new(case: &Case, explanation: &Explanation) -> Self {
+        let candidates = explanation.candidates.iter().map(|candidate| Candidate {
+            path: candidate.path.name().into(),
+            cost_us: candidate.cost_s.as_ref().ok().map(|cost_s| cost_s * 1e6),
+            ruled_out: candidate.cost_s.as_ref().err().map(ToString::to_string),
+        });
+        Self {
+            operation: case.desc().to_string(),
+            requested: explanation.requested.name().into(),
+            overridden: explanation.overridden.map(|path| path.name().into()),
+            chosen: explanation.chosen.map(|path| path.name().into()),
+            candidates: candidates.collect(),
+        }
+    }
+
+    /// Print it: a paragraph, or one JSON object on a line.
+    pub(crate) fn write(&self, out: &mut impl Write, json: bool) -> io::Result<()> {
+        if json {
+            serde_json::to_writer(&mut *out, self)?;
+            return writeln!(out);
+        }
+        write!(out, "{}, asked for {}", self.operation, self.requested)?;
+        if let Some(path) = &self.overridden {
+            write!(out, ", overridden to {path}")?;
+        }
+        writeln!(out)?;
+        for Candidate { path, cost_us, ruled_out } in &self.candidates {
+            let mark = if self.chosen.as_ref() == Some(path) { '*' } else { ' ' };
+            match (cost_us, ruled_out) {
+                (Some(cost_us), _) => writeln!(out, "  {mark} {path:<14} {cost_us:>12.1} us")?,
+                (None, why) => writeln!(out, "  {mark} {path:<14} ruled out: {}", why.as_deref().unwrap_or(""))?,
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::Algo;
+    use sumac_hal::op::{Collective, Dtype, Path, ReduceOp};
+
+    #[test]
+    fn costs_and_reasons_stand_side_by_side() {
+        let (collective, dtype, op) = (Collective::AllReduce, Dtype::F32, ReduceOp::Sum);
+        let case = Case { collective, dtype, op, root: 0, count: 2, algo: Algo::Auto };
+        let ruled_out = sumac::choice::RuledOut::NoTree("no device is connected".into());
+        let explanation = Explanation {
+            requested: Algo::Auto,
+            candidates: vec![
+                sumac::choice::Candidate { path: Path::Tree, cost_s: Err(ruled_out) },
+                sumac::choice::Candidate { path: Path::Ring, cost_s: Ok(2.5e-6) },
+            ],
+            chosen: Some(Path::Ring),
+            overridden: Some(Path::Tree),
+        };
+        let explained = Explained::new(&case, &explanation);
+        let mut text = Vec::new();
+        explained.write(&mut text, false).expect("memory");
+        let text = String::from_utf8(text).expect("text");
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines[0], "all_reduce f32 sum x 2, asked for auto, overridden to tree");
+        assert!(lines[1].contains("ruled out: there is no tree: no device is connected"), "{text}");
+        assert!(lines[2].starts_with("  * ring") && lines[2].ends_with("2.5 us"), "{text}");
+        let mut json = Vec::new();
+        explained.write(&mut json, true).expect("memory");
+        assert_eq!(serde_json::from_slice::<Explained>(&json).expect("JSON"), explained);
+    }
+}
