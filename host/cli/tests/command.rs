@@ -106,7 +106,7 @@ fn explain_names_costs_reasons_and_overrides() {
     let dir = Dir::new("explain");
     let file = dir.path("overrides.toml");
     std::fs::write(&file, "[[override]]\npath = \"hd\"\nmin_bytes = 100\n").expect("a file");
-    let args = "perf --explain --json -b 8 -e 800 -f 100 --ranks 3 --algo auto --order fold --overrides";
+    let args = "perf --explain --json -b 8 -e 800 -f 100 --levels 1 --algo auto --order fold --overrides";
     let found = rows(&args.split_whitespace().chain([file.as_str()]).collect::<Vec<_>>());
     assert_eq!(found.len(), 2);
     assert!(found[0]["overridden"].is_null() && found[1]["overridden"] == "hd", "{found:?}");
