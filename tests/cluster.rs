@@ -224,3 +224,35 @@ fn results_are_shared_where_the_controller_offers_it_and_the_kernel_can() {
         assert!(nodes.iter().all(|node| node.dropped(DropReason::BadChild) == 0), "{nodes:?}");
     }
 }
+
+/// The README's program is the one in `examples`, and it does what the README says, as processes that are told by their
+/// environment who they are.
+#[test]
+fn the_readmes_program_runs() {
+    let readme = include_str!("../README.md");
+    let (_, behind) = readme.split_once("```rust\n").expect("a program in the README");
+    let (program, _) = behind.split_once("```").expect("its end");
+    let (_, example) = include_str!("examples/readme.rs").split_once('\n').expect("a line of documentation");
+    assert_eq!(program, example);
+    let cluster = Cluster::start(1, 2);
+    // A test of one file alone does not build examples.
+    let build = ["build", "--quiet", "--package", "sumac-tests", "--example", "readme"];
+    let built = std::process::Command::new(env!("CARGO")).args(build).status().expect("cargo runs");
+    assert!(built.success());
+    let here = std::env::current_exe().expect("this test's file");
+    let path = here.parent().and_then(std::path::Path::parent).expect("a target directory").join("examples/readme");
+    let ranks = (0..2).map(|rank: u32| {
+        let mut command = std::process::Command::new(&path);
+        command.env("RANK", rank.to_string()).env("WORLD_SIZE", "2").env("MASTER_ADDR", "127.0.0.1");
+        command.env("SUMAC_PORT", cluster.controller.local_addr().port().to_string());
+        let child = command.stdout(std::process::Stdio::piped()).spawn();
+        child.unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+    });
+    let ranks: Vec<_> = ranks.collect();
+    for (rank, child) in ranks.into_iter().enumerate() {
+        let output = child.wait_with_output().expect("it ends");
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && said.starts_with(&format!("rank {rank} by ")), "{said}");
+        assert!(said.trim_end().ends_with(": 1"), "0 + 1: {said}");
+    }
+}
