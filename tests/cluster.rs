@@ -123,28 +123,47 @@ fn without_devices_the_fallback_is_told() {
     assert!(cluster.boards.is_empty());
 }
 
+/// The network's bits, in every run and by every schedule that is let in; the others say why they are not.
 #[test]
 fn declared_order_gives_the_same_bits_by_every_path_that_keeps_it() {
-    let cluster = Cluster::start(2, 2);
-    let pairwise = |config: &mut JoinConfig| config.order = Order::TreePairwise;
-    let results = cluster.run("order", 4, pairwise, |comm| {
-        let value = |i: usize| (1.0 + i as f32 * 0.37) * 3_f32.powi(comm.rank() as i32 * 5 - 7);
-        let run = |algo| {
-            let mut buffer: Vec<f32> = (0..10_000).map(value).collect();
-            let options = CallOptions { algo: Some(algo), ..CallOptions::default() };
-            comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &options).map(|_| buffer)
-        };
-        let tree = run(Algo::Tree).expect("tree");
-        assert_eq!(tree, run(Algo::Tree).expect("tree again"));
-        assert_eq!(tree, run(Algo::HalvingDoubling).expect("halving-doubling keeps this order"));
-        let error = run(Algo::Ring).expect_err("ring does not");
-        assert!(error.to_string().contains("can't keep the declared order"), "{error}");
-        let explanation = comm.explain(&OpDesc::all_reduce(sumac::Dtype::F32, ReduceOp::Sum, 1), Algo::Auto);
-        assert!(explanation.to_string().contains("ring          ruled out"), "{explanation}");
-        comm.leave();
-        tree
-    });
-    assert!(results.windows(2).all(|pair| pair[0] == pair[1]));
+    let cluster = Cluster::start(3, 3);
+    let orders: [(&str, fn(&mut JoinConfig), &[Path]); 2] = [
+        ("fold", |config| config.order = Order::TreeFold, &[Path::Tree, Path::HostTree, Path::Pairwise]),
+        ("pairwise", |config| config.order = Order::TreePairwise, &[Path::Tree, Path::HostTree, Path::Pairwise]),
+    ];
+    for (name, order, always) in orders {
+        for ranks in [4, 7, 8] {
+            let results = cluster.run(&format!("{name}-{ranks}"), ranks, order, |comm| {
+                let value = |i: usize| (1.0 + i as f32 * 0.37) * 3_f32.powi(comm.rank() as i32 * 5 - 7);
+                let run = |algo| {
+                    let mut buffer: Vec<f32> = (0..5_000).map(value).collect();
+                    let options = CallOptions { algo: Some(algo), ..CallOptions::default() };
+                    let result = comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &options);
+                    result.map(|_| buffer.iter().map(|x| x.to_bits()).collect::<Vec<_>>())
+                };
+                let tree = run(Algo::Tree).expect("tree");
+                let mut kept = Vec::new();
+                for algo in Algo::ALL {
+                    match run(algo) {
+                        Ok(bits) => {
+                            assert!(bits == tree, "{name} {ranks}: {algo} gives other bits");
+                            kept.push(algo.name());
+                        }
+                        Err(error @ Error::NotPossible(_)) => assert_ne!(algo, Algo::Auto, "{error}"),
+                        Err(error) => panic!("{algo}: {error}"),
+                    }
+                }
+                assert!(always.iter().all(|path| kept.contains(&path.name())), "{name} {ranks}: {kept:?}");
+                let error = run(Algo::Ring).expect_err("ring adds up each block from another rank on").to_string();
+                assert!(error.contains("can't keep the declared order"), "{error}");
+                let explanation = comm.explain(&OpDesc::all_reduce(sumac::Dtype::F32, ReduceOp::Sum, 1), Algo::Auto);
+                assert!(explanation.to_string().contains("ring          ruled out"), "{explanation}");
+                comm.leave();
+                tree
+            });
+            assert!(results.windows(2).all(|pair| pair[0] == pair[1]));
+        }
+    }
 }
 
 #[test]

@@ -11,7 +11,7 @@ use sumac_hal::reduce::Kernel;
 
 impl Communicator {
     /// Run an operation that is described at run time, on the bytes of whole little-endian elements: one buffer for
-    /// input and output, or two. How long they have to be is in the table at [`Buffers`].
+    /// input and output, or two. How long they have to be is in a table of [`crate::comm`].
     ///
     /// # Errors
     /// [`Error::Argument`] if type and operator don't go together or lengths are wrong, else [`Error`].

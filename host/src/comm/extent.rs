@@ -1,18 +1,5 @@
-//! How long an operation's buffers have to be, and where input and output lie if they are one buffer.
-//!
-//! `n` is the operation's count: the elements of all blocks where ranks own blocks, which are those of
-//! [`Span::of_blocks`] (equal where the number of ranks divides n).
-//!
-//! | collective | input | output | in place |
-//! |---|---|---|---|
-//! | all-reduce | n | n | n |
-//! | reduce | n | n at the root, else 0 | n |
-//! | broadcast | n at the root, else 0 | n | n |
-//! | reduce-scatter | n | own block | n; the output is the own block in it |
-//! | all-gather | own block | n | n; the input is the own block in it |
-//! | gather | own block | n at the root, else 0 | as all-gather at the root, else the own block |
-//! | scatter | n at the root, else 0 | own block | as reduce-scatter at the root, else the own block |
-//! | all-to-all | n | N own blocks | n, in equal blocks |
+//! How long an operation's buffers have to be, and where input and output lie if they are one buffer: the table in
+//! [`crate::comm`], in bytes.
 
 use super::error::Error;
 use crate::coll::{Place, Span};

@@ -15,6 +15,24 @@
 //! No call hangs: each has a deadline. Nothing takes another path in silence: [`Outcome`] says which was taken and
 //! why, and [`Communicator::explain`] says it beforehand.
 //!
+//! # How long buffers are
+//!
+//! `n` is the operation's count: the elements of all blocks where ranks own blocks, which are those of
+//! [`Span::of_blocks`](crate::coll::Span) (equal where the number of ranks divides n).
+//!
+//! | collective | input | output | in place |
+//! |---|---|---|---|
+//! | all-reduce | n | n | n |
+//! | reduce | n | n at the root, else 0 | n |
+//! | broadcast | n at the root, else 0 | n | n |
+//! | reduce-scatter | n | own block | n; the output is the own block in it |
+//! | all-gather | own block | n | n; the input is the own block in it |
+//! | gather | own block | n at the root, else 0 | as all-gather at the root, else the own block |
+//! | scatter | n at the root, else 0 | own block | as reduce-scatter at the root, else the own block |
+//! | all-to-all | n | N own blocks | n, in equal blocks |
+//!
+//! # Progress
+//!
 //! Started operations ([`Communicator::start_all_reduce`]) own their buffer until they are waited for, so that a
 //! handle may be forgotten. They advance while any call of the communicator runs; there is no progress thread.
 

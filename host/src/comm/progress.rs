@@ -209,6 +209,7 @@ impl Core {
             completed_below: &mut self.completed_below,
             rank: Rank(self.config.rank),
             lost: &self.lost,
+            job: &self.config.job,
             wake_at: None,
             mismatch: None,
         };
@@ -223,6 +224,7 @@ pub(super) struct Along<'c> {
     completed_below: &'c mut u64,
     rank: Rank,
     lost: &'c Lost,
+    job: &'c str,
     wake_at: Option<Instant>,
     mismatch: Option<EndpointError>,
 }
@@ -247,7 +249,9 @@ impl Interrupt for Along<'_> {
                     return Err(ExecError::Interrupted { rank: self.rank, reason: error.to_string() });
                 }
                 // The schedule does not need the tree; whoever uses it next hears of its loss.
-                Event::Failed(error) => tracing::warn!(%error, "the tree is lost during a schedule"),
+                Event::Failed(error) => {
+                    tracing::warn!(job = self.job, rank = self.rank.0, %error, "the tree is lost during a schedule");
+                }
             }
         }
         Ok(())
