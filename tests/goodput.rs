@@ -35,6 +35,7 @@ fn measure(children: usize, loss: u16) -> Report {
             latency: Duration::from_micros(2),
             bandwidth_bytes_per_s: Some(12_500_000_000),
             receive_queue_bytes: Some(1 << 20),
+            mark_queue_bytes: None,
         },
         sharing: Sharing::Off,
         faults: Faults { loss, ..Faults::default() },

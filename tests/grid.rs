@@ -62,6 +62,7 @@ fn every_collective_type_and_operator() {
                     latency: Duration::from_micros(5),
                     bandwidth_bytes_per_s: None,
                     receive_queue_bytes: None,
+                    mark_queue_bytes: None,
                 },
                 sharing: if index % 2 == 0 { Sharing::All } else { Sharing::Off },
                 faults: Faults {

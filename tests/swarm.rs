@@ -56,7 +56,7 @@ const LOSSY: [&str; 15] = [
 
 #[test]
 fn calm() {
-    swarm(ScenarioKind::Calm, 300, &[&LOSSY[..], &["incast drops", "ends: complete"]].concat());
+    swarm(ScenarioKind::Calm, 300, &[&LOSSY[..], &["incast drops", "marked", "ends: complete"]].concat());
 }
 
 #[test]

@@ -135,6 +135,8 @@ pub struct Group {
     pub(crate) deficit: usize,
     /// Sent with contributions, echoed in Naks.
     pub(crate) token: u32,
+    /// Something from the parent met congestion, which it has yet to be told.
+    pub(crate) congested: bool,
 }
 
 impl Group {

@@ -21,7 +21,11 @@ pub fn poll<P: Port>(node: &mut Node<'_>, port: &mut P, now: Instant) -> Option<
         let mut received = 0;
         while received < burst {
             let Some(token) = port.receive(now) else { break };
-            token.consume(|from, packet| node.handle(from, packet, now));
+            let is_marked = token.is_marked();
+            token.consume(|from, packet| match is_marked {
+                true => node.handle_marked(from, packet, now),
+                false => node.handle(from, packet, now),
+            });
             received += 1;
         }
         if node.poll_timeout().is_some_and(|at| at <= now) {

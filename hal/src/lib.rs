@@ -40,6 +40,9 @@
 //! (`PathLost`), and says so downwards. Ranks that call different things meet as different signatures: the node's Nak goes
 //! up in place of a contribution, and the root tells everybody the same two calls.
 //!
+//! The window that answers grant grows by one a window and halves, once a window, for a loss or for a packet that the
+//! network marked (ECN-CE); what was marked on the way down the child tells with its next contribution.
+//!
 //! A group's *epoch* is in every packet; a device that has restarted knows no groups, and says so. A child is known by a
 //! 64-bit key and pinned to the address that first used it.
 //!

@@ -66,7 +66,19 @@ impl Live<'_> {
             }
         }
         self.group.lease_until = now + self.group.lease();
+        if repr.flags.contains(Flags::CONGESTED) {
+            self.note_congestion(index, repr);
+        }
         Some(index)
+    }
+
+    /// The way from or to a child is congested: a cut like that for a loss, once a window.
+    fn note_congestion(&mut self, child: usize, repr: &Repr) {
+        let local = self.shard().below(repr.seq);
+        let top = self.children[child].top.max(local.saturating_add(1));
+        if self.group.window.cut(local, top) {
+            self.common.counters.window_cuts += 1;
+        }
     }
 
     /// Take in contributions: Data or the Nak of a subtree that has none to give to one chunk, Empty to a run of them.

@@ -218,6 +218,7 @@ impl Node<'_> {
             down: SlotSet::EMPTY,
             deficit: 0,
             token,
+            congested: false,
         }
     }
 }

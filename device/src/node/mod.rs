@@ -43,7 +43,7 @@ use sumac_hal::port::Addr;
 use sumac_hal::reduce::Kernel;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{HEADER_LEN, Kind, NakReason, Packet, Repr, pack_op};
+use sumac_hal::wire::{Flags, HEADER_LEN, Kind, NakReason, Packet, Repr, pack_op};
 
 /// The most replies (Status, Nak, Probe) that wait to be sent.
 pub const MAX_REPLIES: usize = 64;
@@ -183,14 +183,25 @@ impl<'m> Node<'m> {
 
     /// Take in a packet that arrived at `now` from `from`.
     pub fn handle(&mut self, from: Addr, packet: &[u8], now: Instant) {
+        self.take_in(from, packet, Flags::empty(), now);
+    }
+
+    /// The same for a packet that the network marked as having met congestion: its group's window is cut as for a loss
+    /// (PROTOCOL 3), here or, if it came from the parent, there.
+    pub fn handle_marked(&mut self, from: Addr, packet: &[u8], now: Instant) {
+        self.take_in(from, packet, Flags::CONGESTED, now);
+    }
+
+    fn take_in(&mut self, from: Addr, packet: &[u8], met: Flags, now: Instant) {
         self.common.counters.packets_in += 1;
         self.common.counters.bytes_in += packet.len() as u64;
         let Ok((packet, payload_crc)) = Packet::new_checked_with_crc(packet) else {
             return self.common.drop_packet(DropReason::Malformed);
         };
-        let Ok(repr) = Repr::parse(&packet) else {
+        let Ok(mut repr) = Repr::parse(&packet) else {
             return self.common.drop_packet(DropReason::Malformed);
         };
+        repr.flags |= met;
         let Some(index) = self.find(repr.group) else {
             self.common.drop_packet(DropReason::UnknownGroup);
             return self.answer_stranger(from, &repr, NakReason::UnknownGroup, now);

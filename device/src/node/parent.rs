@@ -9,7 +9,7 @@ use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::port::Addr;
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Kind, NakReason, Repr, unpack_op};
+use sumac_hal::wire::{Flags, Kind, NakReason, Repr, unpack_op};
 
 impl Live<'_> {
     /// Tell whether a packet comes from the parent of this group, on this node's own link.
@@ -29,6 +29,7 @@ impl Live<'_> {
     /// Take in a packet from the parent; `payload_crc` is the checksum of its payload, which was checked.
     pub(super) fn handle_parent(&mut self, repr: &Repr, payload: &[u8], payload_crc: u32, now: Instant) {
         self.group.lease_until = now + self.group.lease();
+        self.group.congested |= repr.flags.contains(Flags::CONGESTED);
         if let Some(parent) = self.group.parent.as_mut() {
             parent.stable = parent.stable.max(repr.mark);
             if repr.window > 0 {
@@ -173,6 +174,11 @@ impl Live<'_> {
         self.send_up(Repr { count: probe.count, bits: probe.held, ..header });
     }
 
+    /// Return what the next packet up says of congestion on the way down, once.
+    pub(super) fn congestion_to_tell(&mut self) -> Flags {
+        if core::mem::take(&mut self.group.congested) { Flags::CONGESTED } else { Flags::empty() }
+    }
+
     /// Return the header of a packet up to the parent.
     pub(super) fn up_header(&self, kind: Kind, seq: ChunkNo, token: u32) -> Repr {
         let config = &self.group.config;
@@ -186,7 +192,8 @@ impl Live<'_> {
         }
     }
 
-    fn send_up(&mut self, repr: Repr) {
+    fn send_up(&mut self, mut repr: Repr) {
+        repr.flags |= self.congestion_to_tell();
         if let Some(parent) = &self.group.parent {
             let Reply { to, repr } = Reply { to: parent.addr, repr };
             self.common.reply(to, repr);

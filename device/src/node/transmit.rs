@@ -134,6 +134,7 @@ impl Live<'_> {
         }
         repr.signature = slot.signature;
         repr.attempt = slot.attempt;
+        repr.flags |= self.congestion_to_tell();
         repr.flags.set(Flags::WANT, !slot.want.is_empty());
         if repr.kind == Kind::Empty {
             repr.count = self.run_up(index);

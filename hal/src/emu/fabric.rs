@@ -25,12 +25,19 @@ pub struct LinkConfig {
     pub bandwidth_bytes_per_s: Option<u64>,
     /// How many bytes may queue for the receiver's link; `None`: any number. Only a link that takes time has a queue.
     pub receive_queue_bytes: Option<usize>,
+    /// From how many queued bytes on packets are marked as having met congestion (ECN-CE); `None`: never.
+    pub mark_queue_bytes: Option<usize>,
 }
 
 impl Default for LinkConfig {
     /// One microsecond, and no limits.
     fn default() -> Self {
-        Self { latency: Duration::from_micros(1), bandwidth_bytes_per_s: None, receive_queue_bytes: None }
+        Self {
+            latency: Duration::from_micros(1),
+            bandwidth_bytes_per_s: None,
+            receive_queue_bytes: None,
+            mark_queue_bytes: None,
+        }
     }
 }
 
@@ -56,6 +63,8 @@ pub struct Delivery {
     pub to: Addr,
     /// Its bytes, damaged or not.
     pub bytes: Vec<u8>,
+    /// It met congestion on its way.
+    pub is_marked: bool,
 }
 
 /// What a fabric has counted.
@@ -76,6 +85,8 @@ pub struct Counters {
     pub corrupted: u64,
     /// Packets delayed by rules.
     pub delayed: u64,
+    /// Packets and copies marked in the receiver's queue.
+    pub marked: u64,
 }
 
 /// Names a rule, to take it away again.
@@ -95,6 +106,7 @@ struct InFlight {
     from: Addr,
     to: Addr,
     bytes: Vec<u8>,
+    is_marked: bool,
 }
 
 #[derive(Default)]
@@ -184,7 +196,10 @@ impl Fabric {
             }
             Verdict::Duplicate { delay: extra } => {
                 self.counters.duplicated += 1;
-                self.schedule(arrival + extra, InFlight { stage: Stage::Arrive, from, to, bytes: bytes.clone() });
+                self.schedule(
+                    arrival + extra,
+                    InFlight { stage: Stage::Arrive, from, to, bytes: bytes.clone(), is_marked: false },
+                );
             }
             Verdict::Corrupt => {
                 self.counters.corrupted += 1;
@@ -196,7 +211,7 @@ impl Fabric {
                 return;
             }
         }
-        self.schedule(arrival + delay, InFlight { stage: Stage::Arrive, from, to, bytes });
+        self.schedule(arrival + delay, InFlight { stage: Stage::Arrive, from, to, bytes, is_marked: false });
     }
 
     /// Return the next packet that has arrived by `now`, in order of arrival.
@@ -210,12 +225,12 @@ impl Fabric {
             match packet.stage {
                 Stage::Arrive => self.arrive(at, packet),
                 Stage::Deliver => {
-                    let InFlight { from, to, bytes, .. } = packet;
+                    let InFlight { from, to, bytes, is_marked, .. } = packet;
                     self.counters.delivered += 1;
                     let node = self.nodes.entry(to).or_default();
                     node.queued_bytes -= bytes.len();
                     self.log.note("delivered", at, from, to, &bytes);
-                    return Some(Delivery { at, from, to, bytes });
+                    return Some(Delivery { at, from, to, bytes, is_marked });
                 }
             }
         }
@@ -253,6 +268,8 @@ impl Fabric {
             return;
         }
         node.queued_bytes = queued_bytes;
+        packet.is_marked = link.mark_queue_bytes.is_some_and(|limit| queued_bytes > limit);
+        self.counters.marked += u64::from(packet.is_marked);
         node.receiving_until = node.receiving_until.max(at) + link.time_for(packet.bytes.len());
         let done = node.receiving_until;
         packet.stage = Stage::Deliver;

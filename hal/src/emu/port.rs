@@ -116,6 +116,10 @@ pub struct EmuRx {
 }
 
 impl RxToken for EmuRx {
+    fn is_marked(&self) -> bool {
+        self.delivery.is_marked
+    }
+
     fn consume<R>(self, f: impl FnOnce(Addr, &[u8]) -> R) -> R {
         f(self.delivery.from, &self.delivery.bytes)
     }

@@ -18,6 +18,7 @@ fn slow() -> LinkConfig {
         latency: Duration::from_micros(10),
         bandwidth_bytes_per_s: Some(1_000_000),
         receive_queue_bytes: Some(250),
+        mark_queue_bytes: None,
     }
 }
 

@@ -84,6 +84,12 @@ pub struct Gather<'a> {
 
 /// A packet that has arrived.
 pub trait RxToken {
+    /// Tell whether the network says that the packet met congestion on its way (ECN-CE, RFC 3168). A port that can't
+    /// know says no.
+    fn is_marked(&self) -> bool {
+        false
+    }
+
     /// Hand the packet and its sender's address to `f`.
     fn consume<R>(self, f: impl FnOnce(Addr, &[u8]) -> R) -> R;
 }

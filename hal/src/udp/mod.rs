@@ -29,7 +29,7 @@ use crate::port::{Addr, Capabilities, Gather, Port, RxToken, TxToken, WaitPort, 
 use crate::time::Instant;
 use joined::Joined;
 use rustix::net::sockopt;
-use rx::RxQueue;
+use rx::{Next, RxQueue};
 use std::io;
 use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -82,6 +82,7 @@ impl UdpPort {
             let receive_buffer_bytes = set_buffers(&socket, config)?;
             let local_addr = socket.local_addr()?;
             joined::prepare_to_share(&socket, local_addr);
+            enable_ecn(&socket, local_addr);
             Ok((socket, local_addr, receive_buffer_bytes, Waker::new()?))
         };
         let (socket, local_addr, receive_buffer_bytes, waker) =
@@ -157,14 +158,31 @@ impl std::fmt::Debug for UdpPort {
     }
 }
 
+/// Say that this end understands congestion marks, and ask for those that arrive. Where the system has no word for it
+/// (and over IPv6, for now), losses alone tell of congestion.
+fn enable_ecn(socket: &UdpSocket, local_addr: SocketAddr) {
+    /// ECN-capable transport, ECT(0) (RFC 3168, section 5).
+    const ECT_0: u8 = 0b10;
+    if local_addr.is_ipv4() {
+        let asked = rustix::net::sockopt::set_ip_recvtos(socket, true);
+        // Without it the port works as well as before there were marks.
+        let _ = asked.and_then(|()| rustix::net::sockopt::set_ip_tos(socket, ECT_0));
+    }
+}
+
 /// A packet in the receive batch.
 #[derive(Debug)]
 pub struct UdpRx<'a> {
     from: SocketAddr,
     bytes: &'a [u8],
+    is_marked: bool,
 }
 
 impl RxToken for UdpRx<'_> {
+    fn is_marked(&self) -> bool {
+        self.is_marked
+    }
+
     fn consume<R>(self, f: impl FnOnce(Addr, &[u8]) -> R) -> R {
         f(Addr::Udp(self.from), self.bytes)
     }
@@ -216,8 +234,8 @@ impl Port for UdpPort {
         if !self.fill() {
             return None;
         }
-        let (from, message, range) = self.rx.advance()?;
-        Some(UdpRx { from, bytes: self.rx.bytes(message, range) })
+        let Next { from, is_marked, message, range } = self.rx.advance()?;
+        Some(UdpRx { from, is_marked, bytes: self.rx.bytes(message, range) })
     }
 
     fn transmit(&mut self, to: Addr, _now: Instant) -> Option<UdpTx<'_>> {

@@ -33,10 +33,21 @@ const MAX_COALESCED_BYTES: usize = 65_535;
 struct Pending {
     message: usize,
     from: SocketAddr,
+    is_marked: bool,
     /// Where its first packet starts.
     start_bytes: usize,
     len_bytes: usize,
     segment_len_bytes: usize,
+}
+
+/// The next packet.
+pub(super) struct Next {
+    pub(super) from: SocketAddr,
+    /// The network marked it (ECN-CE).
+    pub(super) is_marked: bool,
+    /// In which message it lies, and where.
+    pub(super) message: usize,
+    pub(super) range: Range<usize>,
 }
 
 /// Packets that have arrived.
@@ -91,11 +102,12 @@ impl RxQueue {
     }
 
     /// Step over the next packet and return where it came from and lies.
-    pub(super) fn advance(&mut self) -> Option<(SocketAddr, usize, Range<usize>)> {
+    pub(super) fn advance(&mut self) -> Option<Next> {
         let pending = self.pending.get(self.next)?;
         let start = pending.start_bytes + self.offset;
         let end = (start + pending.segment_len_bytes).min(pending.len_bytes);
-        let packet = (pending.from, pending.message, start..end);
+        let Pending { from, is_marked, message, .. } = *pending;
+        let packet = Next { from, is_marked, message, range: start..end };
         if end == pending.len_bytes {
             self.next += 1;
             self.offset = 0;
@@ -134,7 +146,14 @@ impl RxQueue {
             } else if rest_bytes > 0 {
                 stats.received_packets += rest_bytes.div_ceil(segment_len_bytes) as u64;
                 stats.received_bytes += rest_bytes as u64;
-                self.pending.push(Pending { message, from, start_bytes, len_bytes, segment_len_bytes });
+                self.pending.push(Pending {
+                    message,
+                    from,
+                    is_marked: arrived.marked,
+                    start_bytes,
+                    len_bytes,
+                    segment_len_bytes,
+                });
             }
         }
     }

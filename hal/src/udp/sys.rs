@@ -84,10 +84,10 @@ impl From<SocketAddr> for SockName {
     }
 }
 
-/// Room for one control message with an integer in it (24 bytes on 64-bit machines), aligned as the kernel wants it.
+/// Room for two control messages with an integer in each (24 bytes on 64-bit machines), aligned as the kernel wants it.
 #[derive(Clone, Copy)]
 #[repr(C, align(8))]
-struct Control([u8; 32]);
+struct Control([u8; 64]);
 
 /// Storage whose contents are rebuilt by each call.
 struct Scratch<T>(Vec<T>);
@@ -170,7 +170,7 @@ impl SendBatch {
             libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() }
         }));
         self.controls.0.clear();
-        self.controls.0.resize(messages.len(), Control([0; 32]));
+        self.controls.0.resize(messages.len(), Control([0; 64]));
         self.headers.0.clear();
         for (message, control) in messages.iter().zip(&mut self.controls.0) {
             let mut header = zeroed_header();
@@ -205,6 +205,8 @@ pub(super) struct Arrived {
     pub(super) segment_len_bytes: usize,
     /// It was longer than the buffer, and cut.
     pub(super) truncated: bool,
+    /// The network marked it (ECN-CE).
+    pub(super) marked: bool,
 }
 
 /// What `recvmmsg` fills: `messages` buffers of `stride_bytes` each.
@@ -223,7 +225,7 @@ impl RecvBatch {
         Self {
             headers: Scratch(Vec::with_capacity(messages)),
             iovecs: Scratch(Vec::with_capacity(messages)),
-            controls: Scratch(vec![Control([0; 32]); messages]),
+            controls: Scratch(vec![Control([0; 64]); messages]),
             names: Scratch(vec![SockName::zeroed(); messages]),
             arena: vec![0; messages * stride_bytes].into_boxed_slice(),
             stride_bytes,
@@ -267,11 +269,12 @@ impl RecvBatch {
     pub(super) fn arrived(&self, i: usize) -> Arrived {
         let header = &self.headers.0[i];
         let len_bytes = (header.msg_len as usize).min(self.stride_bytes);
-        let segment_len_bytes = segment_len(&header.msg_hdr, &self.controls.0[i]).unwrap_or(len_bytes);
+        let notes = Notes::read(&header.msg_hdr, &self.controls.0[i]);
         Arrived {
             from: self.names.0[i].to_socket_addr(),
             len_bytes,
-            segment_len_bytes,
+            segment_len_bytes: notes.segment_len_bytes.unwrap_or(len_bytes),
+            marked: notes.marked,
             truncated: header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0,
         }
     }
@@ -326,24 +329,56 @@ fn put_segment_len(header: &mut libc::msghdr, control: &mut Control, len_bytes: 
     }
 }
 
-/// Read the segment size that the kernel attached, if it coalesced.
-fn segment_len(header: &libc::msghdr, control: &Control) -> Option<usize> {
-    // The control message is read from the borrowed storage, not through the pointer of the last call.
-    #[allow(clippy::unnecessary_cast, reason = "the type of msg_controllen differs between C libraries")]
-    let controllen = header.msg_controllen as usize;
-    let header_len = size_of::<libc::cmsghdr>();
-    let filled = controllen.min(control.0.len());
-    if filled < header_len + size_of::<libc::c_int>() {
-        return None;
-    }
-    // SAFETY: `control` is aligned for `cmsghdr` and longer than it; its fields are integers, valid for any bytes.
-    let cmsg = unsafe { control.0.as_ptr().cast::<libc::cmsghdr>().read() };
-    if cmsg.cmsg_level != libc::SOL_UDP || cmsg.cmsg_type != libc::UDP_GRO {
-        return None;
-    }
-    let value = libc::c_int::from_ne_bytes(control.0[header_len..header_len + 4].try_into().ok()?);
-    usize::try_from(value).ok().filter(|&len| len > 0)
+/// What the kernel attached to a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct Notes {
+    /// The size of its packets, if it coalesced several.
+    segment_len_bytes: Option<usize>,
+    /// The network marked it: both bits of the field for explicit congestion notification are set (RFC 3168).
+    marked: bool,
 }
+
+impl Notes {
+    /// Read the control messages. Their headers are read from the borrowed storage, not through the pointers of the
+    /// last call.
+    fn read(header: &libc::msghdr, control: &Control) -> Self {
+        #[allow(clippy::unnecessary_cast, reason = "the type of msg_controllen differs between C libraries")]
+        let filled = (header.msg_controllen as usize).min(control.0.len());
+        let mut rest = &control.0[..filled];
+        let mut notes = Self::default();
+        while let Some((cmsg, data)) = rest.split_at_checked(CMSG_HEADER_LEN) {
+            let word = |at: usize| i32::from_ne_bytes([cmsg[at], cmsg[at + 1], cmsg[at + 2], cmsg[at + 3]]);
+            #[allow(clippy::unnecessary_cast, reason = "the type of cmsg_len differs between C libraries")]
+            let len = {
+                let mut bytes = [0; size_of::<usize>()];
+                bytes.copy_from_slice(&cmsg[..size_of::<usize>()]);
+                usize::from_ne_bytes(bytes)
+            };
+            let Some(data_len) = len.checked_sub(CMSG_HEADER_LEN).filter(|&len| len <= data.len()) else { break };
+            let level_at = std::mem::offset_of!(libc::cmsghdr, cmsg_level);
+            let type_at = std::mem::offset_of!(libc::cmsghdr, cmsg_type);
+            match (word(level_at), word(type_at), &data[..data_len]) {
+                (libc::SOL_UDP, libc::UDP_GRO, &[a, b, c, d, ..]) => {
+                    let value = libc::c_int::from_ne_bytes([a, b, c, d]);
+                    notes.segment_len_bytes = usize::try_from(value).ok().filter(|&len| len > 0);
+                }
+                (libc::IPPROTO_IP, libc::IP_TOS, &[tos, ..]) => notes.marked = tos & ECN_MASK == ECN_CE,
+                _ => {}
+            }
+            rest = data.get(data_len.next_multiple_of(size_of::<usize>())..).unwrap_or_default();
+        }
+        notes
+    }
+}
+
+/// The length of a control message's header, in front of its data.
+const CMSG_HEADER_LEN: usize = size_of::<libc::cmsghdr>();
+
+/// The two lowest bits of IPv4's type of service (RFC 3168, section 5).
+const ECN_MASK: u8 = 0b11;
+
+/// Congestion experienced.
+const ECN_CE: u8 = 0b11;
 
 #[cfg(test)]
 mod tests {
@@ -362,14 +397,18 @@ mod tests {
 
     #[test]
     fn segment_length_is_read_back_from_where_it_is_put() {
-        let mut control = Control([0; 32]);
+        let mut control = Control([0; 64]);
         let mut header = zeroed_header().msg_hdr;
         put_segment_len(&mut header, &mut control, 1472);
         // What is sent (a u16 as UDP_SEGMENT) is not what arrives (an int as UDP_GRO).
-        assert_eq!(segment_len(&header, &control), None);
+        assert_eq!(Notes::read(&header, &control), Notes::default());
         // SAFETY: as in `put_segment_len`.
-        unsafe { (*control.0.as_mut_ptr().cast::<libc::cmsghdr>()).cmsg_type = libc::UDP_GRO };
-        assert_eq!(segment_len(&header, &control), Some(1472));
+        unsafe {
+            let cmsg = control.0.as_mut_ptr().cast::<libc::cmsghdr>();
+            (*cmsg).cmsg_type = libc::UDP_GRO;
+            (*cmsg).cmsg_len = libc::CMSG_LEN(size_of::<libc::c_int>() as u32) as _;
+        }
+        assert_eq!(Notes::read(&header, &control).segment_len_bytes, Some(1472));
     }
 
     #[test]

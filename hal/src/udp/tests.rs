@@ -355,3 +355,21 @@ fn who_has_left_hears_nothing_and_may_join_again() {
     sender.flush(Instant::ZERO);
     assert_eq!(wait_for(&mut leaves).1, 11);
 }
+
+/// What routers mark arrives as marked, beside packets that the kernel coalesces and that are not.
+#[test]
+fn marks_of_congestion_arrive() {
+    let mut port = UdpPort::bind(LOOPBACK, &UdpConfig::default()).unwrap();
+    let sender = std::net::UdpSocket::bind(LOOPBACK).unwrap();
+    let Addr::Udp(to) = port.local_addr() else { panic!("a UDP port") };
+    for (tos, expected) in [(0, false), (0b10, false), (0b01, false), (0b11, true), (0b1011_1011, true)] {
+        rustix::net::sockopt::set_ip_tos(&sender, tos).unwrap();
+        sender.send_to(&[tos; 9], to).unwrap();
+        assert_eq!(port.wait(None), Wake::Packet);
+        let token = port.receive(Instant::ZERO).expect("a packet");
+        assert_eq!((token.is_marked(), token.consume(|_, bytes| bytes.to_vec())), (expected, vec![tos; 9]));
+    }
+    // What the port sends says that it understands marks.
+    rustix::net::sockopt::set_ip_recvtos(&sender, true).unwrap();
+    assert_eq!(rustix::net::sockopt::ip_tos(&port.socket).unwrap(), 0b10);
+}

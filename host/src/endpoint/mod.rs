@@ -181,6 +181,8 @@ pub struct Endpoint {
     again: VecDeque<u64>,
     /// The tree's word that it ends at this seq, the lowest that was heard of, while chunks below are still open.
     ending: Option<(u64, EndpointError)>,
+    /// An answer met congestion, which the node has yet to be told.
+    congested: bool,
     failed: Option<EndpointError>,
     failure_told: bool,
     stats: EndpointStats,
@@ -206,6 +208,7 @@ impl Endpoint {
             replies: VecDeque::new(),
             again: VecDeque::with_capacity(MAX_WINDOW as usize),
             ending: None,
+            congested: false,
             failed: None,
             failure_told: false,
             stats: EndpointStats::default(),
@@ -386,6 +389,7 @@ impl Endpoint {
         repr.set_op(&op.desc);
         repr.signature = op.signature;
         repr.flags.set(Flags::WANT, wants);
+        repr.flags.set(Flags::CONGESTED, std::mem::take(&mut self.congested));
         repr.flags.set(Flags::SHARED, wants && self.listening.asks());
         repr.payload_len_bytes = payload.len() as u16;
         if kind == Kind::Empty {

@@ -459,3 +459,25 @@ fn other_endings_have_their_own_names() {
     let signature = sum(1024).tree_signature(Path::Ring, 1, ChunkNo(0));
     assert_eq!((repr.kind, repr.signature, payload.len()), (Kind::Empty, signature, 0));
 }
+
+/// An answer that met congestion is told with the next contribution, once; somebody else's packet is not.
+#[test]
+fn congestion_on_the_way_down_is_told_to_the_node() {
+    let mut rig = Rig::new(1, 1);
+    let desc = sum(3 * CHUNK);
+    rig.post(3 * CHUNK, 1.0);
+    let congested = |rig: &mut Rig| rig.drain().iter().any(|(_, repr, _)| repr.flags.contains(Flags::CONGESTED));
+    assert!(!congested(&mut rig));
+    let marked = |rig: &mut Rig, seq: u64, key: u64| {
+        let repr = Repr { payload_len_bytes: 64, key, window: 1, ..Rig::result_header(seq, desc, 0) };
+        let mut bytes = vec![0; repr.packet_len()];
+        repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), payload_crc(&[0; 64]));
+        rig.endpoint.handle_marked(NODE, &bytes, &mut rig.memory, rig.now);
+    };
+    marked(&mut rig, 0, KEY + 1);
+    assert!(!congested(&mut rig), "a foreign packet");
+    marked(&mut rig, 0, KEY);
+    assert!(congested(&mut rig));
+    rig.result(1, desc, 16, 2.0);
+    assert!(!congested(&mut rig), "once");
+}

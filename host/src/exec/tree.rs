@@ -47,7 +47,11 @@ impl<P: Port> TreeDriver<P> {
         let mut received = 0;
         while received < burst {
             let Some(token) = self.port.receive(now) else { break };
-            token.consume(|from, packet| self.endpoint.handle(from, packet, buffers, now));
+            let is_marked = token.is_marked();
+            token.consume(|from, packet| match is_marked {
+                true => self.endpoint.handle_marked(from, packet, buffers, now),
+                false => self.endpoint.handle(from, packet, buffers, now),
+            });
             received += 1;
         }
         if self.endpoint.poll_timeout().is_some_and(|at| at <= now) {

@@ -197,14 +197,22 @@ impl Cluster<'_, '_> {
             match owner(delivery.to) {
                 Owner::Node { device, shard } => {
                     if self.devices[device].alive {
-                        self.devices[device].shards[shard].handle(delivery.from, &delivery.bytes, self.now);
+                        let node = &mut self.devices[device].shards[shard];
+                        match delivery.is_marked {
+                            true => node.handle_marked(delivery.from, &delivery.bytes, self.now),
+                            false => node.handle(delivery.from, &delivery.bytes, self.now),
+                        }
                         self.touched.insert(Actor::Node { device, shard });
                     }
                 }
                 Owner::Rank { rank, group } => {
                     // The attacker's own group has no members.
                     if let Some(member) = self.members[rank].get_mut(group) {
-                        member.endpoint.handle(delivery.from, &delivery.bytes, &mut member.memory, self.now);
+                        let Member { endpoint, memory, .. } = member;
+                        match delivery.is_marked {
+                            true => endpoint.handle_marked(delivery.from, &delivery.bytes, memory, self.now),
+                            false => endpoint.handle(delivery.from, &delivery.bytes, memory, self.now),
+                        }
                         self.touched.insert(Actor::Rank { rank, group });
                     }
                 }
@@ -298,6 +306,7 @@ impl Cluster<'_, '_> {
             packets: links.sent,
             in_flight_most: self.in_flight_most,
             incast_drops: links.dropped_by_queue,
+            marked: links.marked,
             counters,
             attacks: self.attacker.sent(),
             ..Report::default()

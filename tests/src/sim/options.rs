@@ -184,6 +184,9 @@ impl Options {
             skew_max,
             scenario: Scenario::Calm,
         };
+        // Apart from the other draws too. Half of the narrow links tell of congestion before they lose packets.
+        let marks = Draw::new(weight(&[seed, kind as u64, 2])).chance(500);
+        options.link.mark_queue_bytes = options.link.receive_queue_bytes.filter(|_| marks).map(|queue| queue / 2);
         options.scenario = Scenario::draw(kind, &mut draw, &options);
         options
     }
@@ -291,5 +294,6 @@ fn draw_link(draw: &mut Draw) -> LinkConfig {
         latency: Duration::from_micros(draw.one_of(&[1, 5, 200])),
         bandwidth_bytes_per_s: narrow.then_some(1_000_000_000),
         receive_queue_bytes: narrow.then_some(4096 << draw.below(5)),
+        mark_queue_bytes: None,
     }
 }

@@ -136,6 +136,8 @@ pub struct Report {
     pub in_flight_most: u64,
     /// Packets lost because a receiver's queue was full.
     pub incast_drops: u64,
+    /// Packets marked because a receiver's queue was filling.
+    pub marked: u64,
     /// The devices' counters, added up.
     pub counters: Counters,
     /// Contributions that ranks sent again.
@@ -181,10 +183,11 @@ impl Report {
     }
 
     /// Return the counts besides the devices' counters, by name.
-    fn marks(&mut self) -> [(&'static str, &mut u64); 11] {
+    fn marks(&mut self) -> [(&'static str, &mut u64); 12] {
         [
             ("packets", &mut self.packets),
             ("incast drops", &mut self.incast_drops),
+            ("marked", &mut self.marked),
             ("rank retransmits", &mut self.retransmits),
             ("rank probes", &mut self.probes),
             ("rank shared results", &mut self.shared_results),

@@ -207,3 +207,42 @@ fn a_straggler_causes_headers_only() {
     assert!((90..150).contains(&probes), "{probes}: at most one each 100 ms, after the back-off");
     assert_eq!(rig.node.poll_event(), None, "and the hop is not dead");
 }
+
+/// A mark on the way up cuts the window like a loss, once a window; one on the way down is told to the parent, once.
+#[test]
+fn congestion_cuts_the_window_before_anything_is_lost() {
+    let mut rig = Rig::new(Setup { window: 32, slots: 64, has_parent: true, ..Setup::default() });
+    let contribute = |rig: &mut Rig, child: u16, seq: u64, marked: bool| {
+        let repr = Repr { payload_len_bytes: 4, ..rig.up(Kind::Data, child, seq) };
+        let mut bytes = vec![0; repr.packet_len()];
+        repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), payload_crc(&[0; 4]));
+        match marked {
+            true => rig.node.handle_marked(child_addr(child), &bytes, rig.now),
+            false => rig.node.handle(child_addr(child), &bytes, rig.now),
+        }
+    };
+    let cuts = |rig: &Rig| rig.node.counters().window_cuts;
+    contribute(&mut rig, 0, 0, false);
+    assert_eq!(cuts(&rig), 0);
+    contribute(&mut rig, 0, 1, true);
+    contribute(&mut rig, 0, 1, true);
+    assert_eq!(cuts(&rig), 1, "once a window");
+    contribute(&mut rig, 0, 2, true);
+    assert_eq!(cuts(&rig), 2, "the next window's");
+    // The other child's echo of a mark on the way down says the same.
+    let echo = Repr { flags: Flags::WANT | Flags::CONGESTED, ..rig.up(Kind::Data, 1, 3) };
+    rig.put(child_addr(1), echo, &[0; 4]);
+    assert_eq!(cuts(&rig), 3);
+    contribute(&mut rig, 1, 0, false);
+    let up = rig.drain();
+    let of_data = |sent: &[Sent]| sent.iter().filter(|sent| sent.repr.kind == Kind::Data).cloned().collect::<Vec<_>>();
+    assert!(of_data(&up).iter().all(|sent| !sent.repr.flags.contains(Flags::CONGESTED)), "not the parent's affair");
+    let result = rig.down(Kind::Result, 0, up[0].repr.token);
+    let repr = Repr { payload_len_bytes: 4, ..result };
+    let mut bytes = vec![0; repr.packet_len()];
+    repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), payload_crc(&[0; 4]));
+    rig.node.handle_marked(PARENT, &bytes, rig.now);
+    (1..3).for_each(|seq| contribute(&mut rig, 1, seq, false));
+    let told: Vec<bool> = of_data(&rig.drain()).iter().map(|sent| sent.repr.flags.contains(Flags::CONGESTED)).collect();
+    assert_eq!(told, [true, false], "told once");
+}
