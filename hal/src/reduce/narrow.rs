@@ -77,10 +77,15 @@ fn narrow<const FRACTION_BITS: u32, const BIAS: u32>(magnitude: u32, most: u32) 
 #[inline(always)]
 pub(super) fn f16_to_f32(bits: u16) -> f32 {
     let sign = (u32::from(bits) & 0x8000) << 16;
-    let magnitude = u32::from(bits) & 0x7fff;
+    let shifted = (u32::from(bits) & 0x7fff) << (F32_FRACTION_BITS - F16_FRACTION_BITS);
+    let rebias = const { (F32_BIAS - F16_BIAS) << F32_FRACTION_BITS };
+    let least_normal = const { power_of_two(1 - F16_BIAS as i32) };
+    let infinity = const { F16_INFINITY << (F32_FRACTION_BITS - F16_FRACTION_BITS) };
     // Twice the difference of the biases takes an exponent of all ones to one of all ones.
-    let special = if magnitude >= F16_INFINITY { (F32_BIAS - F16_BIAS) << F32_FRACTION_BITS } else { 0 };
-    f32::from_bits(sign | (widen::<F16_FRACTION_BITS, F16_BIAS>(magnitude) + special))
+    let normal = shifted + if shifted >= infinity { 2 * rebias } else { rebias };
+    // As in `widen`.
+    let subnormal = (f32::from_bits(shifted + least_normal) - f32::from_bits(least_normal)).to_bits();
+    f32::from_bits(sign | if shifted < 1 << F32_FRACTION_BITS { subnormal } else { normal })
 }
 
 /// Round an f32 to a binary16.
