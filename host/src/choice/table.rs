@@ -43,15 +43,16 @@ pub struct CostTable {
 }
 
 impl CostTable {
-    /// For emulated devices on one machine, where ranks and devices take turns on its cores: fitted by eye to
-    /// medians of `sumac perf` with 4 ranks, two levels, on 2 cores (AMD EPYC, Linux 6.18), where 8 B took 80 us
-    /// through the tree, 210 us by ring and 150 us by halving-doubling, and 16 MiB 21 to 45 ms, 28 ms and 29 ms. On
-    /// one machine each device is one more process that copies every byte, so large messages choose a schedule
-    /// there; a network's own table has the device's line rate for `beta_node_s`.
+    /// For emulated devices on one machine, where ranks and devices take turns on its cores: fitted by eye to medians of
+    /// `sumac perf` with 4 ranks, two levels, on 2 cores (AMD EPYC, Linux 6.18, 350 ns for a cache line there and
+    /// back). 8 B took 80 us through the tree, 22 to 59 us a step by schedules (binomial 87, recursive doubling 118,
+    /// halving-doubling 131, ring 185); 1 MiB 1.9 ms through the tree and 1.3 ms by halving-doubling; 16 MiB 26 ms, 26
+    /// ms by ring and 36 ms by halving-doubling. On one machine each device is one more process that copies every byte;
+    /// a network's own table has the device's line rate for `beta_node_s`.
     pub const EMULATED: Self = Self {
         version: 1,
         alpha_tree_s: 20e-6,
-        alpha_step_s: 36e-6,
+        alpha_step_s: 50e-6,
         beta_tree_s: 0.30e-9,
         beta_step_s: 1.10e-9,
         beta_node_s: 0.20e-9,
