@@ -152,13 +152,15 @@ EXAMPLES
   sumac perf
   sumac perf -b 1K -e 64M -f 4 -n 50 --algo tree,ring
   sumac perf --levels 1 --ranks 8 -d bf16 -o max
-  sumac perf --collective barrier --algo tree
+  sumac perf --collective reduce_scatter,all_gather,barrier --algo tree,auto
+  sumac perf --explain --algo auto --order fold -b 8 -e 16M
   sumac perf --topology fabric.ibnetdiscover --ranks 16
 
 JSON
   One object a row: collective dtype op ranks size_bytes count algo path attach time_us p99_us algbw_gbytes_s
   busbw_gbytes_s wrong wire_bytes cpu_us retransmits repaired. wire_bytes and cpu_us are the most of any rank, per
-  operation; wrong and retransmits are sums over ranks and iterations; dtype and op of a barrier are null.
+  operation; wrong and retransmits are sums over ranks and iterations; op is null where nothing combines, dtype too of a
+  barrier. With --explain: operation requested overridden chosen candidates[{path cost_us ruled_out}].
 
 EXIT STATUS
   0 all elements right, 1 wrong elements or a failed run, 2 bad usage or topology, 130 interrupted";
