@@ -9,6 +9,7 @@ use crate::node::tests::{EPOCH, OP, Rig, Setup, floats, group_id, parts};
 use engine::{FakeEngine, REDO};
 use std::vec;
 use std::vec::Vec;
+use sumac_hal::ctrl::Order;
 use sumac_hal::dma::{Address, Capabilities, Profile, RegionKey, RegionTable, Span};
 use sumac_hal::ids::{ChildIndex, ChunkNo, Rank};
 use sumac_hal::mmio::{CompletionEntry, Contribution, EntryStatus};
@@ -27,6 +28,8 @@ pub(in crate::node::reference::tests) struct World {
     /// By child; `None` where it contributes inline.
     pub(in crate::node::reference::tests) keys: Vec<Option<RegionKey>>,
     pub(in crate::node::reference::tests) answers: Vec<(Rank, CompletionEntry)>,
+    /// A bit for each child that has nothing to add.
+    pub(in crate::node::reference::tests) empty: u16,
 }
 
 pub(in crate::node::reference::tests) fn owner(child: u16) -> Rank {
@@ -54,7 +57,7 @@ impl World {
         };
         let rig = Rig::with(setup, Node::with_references(config, storage, tables));
         let keys = vec![None; usize::from(setup.children)];
-        let mut world = Self { rig, engine, regions: RegionTable::new(2), keys, answers: Vec::new() };
+        let mut world = Self { rig, engine, regions: RegionTable::new(2), keys, answers: Vec::new(), empty: 0 };
         let children: Vec<u16> = (0..setup.children).filter(|child| references >> child & 1 == 1).collect();
         for &child in &children {
             let bytes: Vec<u8> = (0..CHUNKS).flat_map(|seq| floats(&values(child, seq))).collect();
@@ -106,9 +109,15 @@ impl World {
 
     /// Let `child` contribute, its way.
     pub(in crate::node::reference::tests) fn contribute(&mut self, child: u16, seq: u64) {
+        let is_empty = self.empty >> child & 1 == 1;
         if self.keys[usize::from(child)].is_some() {
             let entry = self.entry(child, seq);
+            let entry = Contribution { src: entry.src.filter(|_| !is_empty), ..entry };
             assert_eq!(self.submit(child, &entry), Ok(()), "child {child} seq {seq}");
+        } else if is_empty {
+            let repr = self.rig.up(sumac_hal::wire::Kind::Empty, child, seq);
+            self.rig.put(crate::node::tests::child_addr(child), repr, &[]);
+            self.poll();
         } else {
             self.rig.data(child, seq, &values(child, seq));
             self.poll();
@@ -152,21 +161,32 @@ impl World {
     }
 }
 
-/// The declared expression over `children`, element by element, left to right or pairwise: the oracle.
-pub(in crate::node::reference::tests) fn expression(
-    order: sumac_hal::ctrl::Order,
+/// The declared expression over `children`, element by element, left to right or pairwise: the oracle. Who is in
+/// `empty` is skipped.
+pub(in crate::node::reference::tests) fn expression_without(
+    order: Order,
     children: &[u16],
     seq: u64,
-) -> Vec<f32> {
-    let plus = |a: Vec<f32>, b: Vec<f32>| a.iter().zip(&b).map(|(a, b)| a + b).collect::<Vec<f32>>();
+    empty: u16,
+) -> Option<Vec<f32>> {
+    let plus = |a: Option<Vec<f32>>, b: Option<Vec<f32>>| match (a, b) {
+        (Some(a), Some(b)) => Some(a.iter().zip(&b).map(|(a, b)| a + b).collect()),
+        (a, b) => a.or(b),
+    };
     match children {
-        [one] => values(*one, seq),
-        [rest @ .., last] if order != sumac_hal::ctrl::Order::TreePairwise => {
-            plus(expression(order, rest, seq), values(*last, seq))
+        [] => None,
+        [one] => (empty >> one & 1 == 0).then(|| values(*one, seq)),
+        [rest @ .., last] if order != Order::TreePairwise => {
+            plus(expression_without(order, rest, seq, empty), expression_without(order, &[*last], seq, empty))
         }
         _ => {
             let (left, right) = children.split_at(children.len().next_power_of_two() / 2);
-            plus(expression(order, left, seq), expression(order, right, seq))
+            plus(expression_without(order, left, seq, empty), expression_without(order, right, seq, empty))
         }
     }
+}
+
+/// The expression over children that all have data.
+pub(in crate::node::reference::tests) fn expression(order: Order, children: &[u16], seq: u64) -> Vec<f32> {
+    expression_without(order, children, seq, 0).expect("some child")
 }
