@@ -5,17 +5,17 @@
 //! (PROTOCOL 9), it counts as one that can't.
 
 use super::chain::{Draft, Place};
-use super::{HEAD_BYTES, Live, Node, Plan, RedoSlot};
+use super::redo::nothing_at;
+use super::{Live, Node, Plan, RedoSlot};
 use crate::group::Failure;
 use crate::order::{Input, take};
 use crate::sets::ChildSet;
 use crate::slot::State;
-use core::ops::Range;
 use sumac_hal::ctrl::{DropReason, Order};
-use sumac_hal::dma::{Address, Chain, Completion, Engine, LocalMemory, Scope, Span, Status, Step, SubmitError, Tag};
+use sumac_hal::dma::{Chain, Completion, Engine, LocalMemory, Scope, Span, Status, Step, SubmitError, Tag};
 use sumac_hal::reduce::Kernel;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{NakReason, crc32c};
+use sumac_hal::wire::NakReason;
 
 /// Chains of a slot that may fail one after the other before the chunk is given up.
 const FAILURES_MAX: u16 = 4;
@@ -339,135 +339,13 @@ impl Live<'_> {
     }
 
     /// Return who brought data: inline or by reference, pulled or not.
-    fn brought(&self, index: usize) -> ChildSet {
+    pub(super) fn brought(&self, index: usize) -> ChildSet {
         let references = self.refs.as_ref().map_or(ChildSet::EMPTY, |refs| refs.redo[index].data);
         self.slots[index].data.union(&references)
     }
 
-    fn brings(&self, index: usize, child: usize) -> bool {
+    pub(super) fn brings(&self, index: usize, child: usize) -> bool {
         self.refs.as_ref().is_some_and(|refs| refs.redo[index].data.contains(child))
-    }
-
-    /// Tell whether the engine itself can combine the contributions of slot `index`, in the accumulator type.
-    fn engine_combines(&self, index: usize) -> bool {
-        let (Some(kernel), Some(refs)) = (self.slots[index].kernel(), &self.refs) else { return true };
-        let at = Address::default();
-        let (op, source, accumulator) = (kernel.op(), kernel.dtype(), kernel.accumulator());
-        let steps = [
-            self.load_step(kernel, at, at, 1),
-            Step::Reduce { op, source, accumulator, src: at, dst: at, count: 1 },
-            Step::Reduce { op, source: accumulator, accumulator, src: at, dst: at, count: 1 },
-        ];
-        steps.iter().all(|step| refs.capabilities.check(step) != Err(Status::Unsupported))
-    }
-
-    /// Return the step that sets accumulators to a first contribution: where both are of one type, a copy.
-    fn load_step(&self, kernel: Kernel, src: Address, dst: Address, count: u32) -> Step {
-        let (source, accumulator) = (kernel.dtype(), kernel.accumulator());
-        if source == accumulator {
-            return Step::Copy { src, dst, len_bytes: count * kernel.element_bytes() as u32 };
-        }
-        Step::Load { source, accumulator, src, dst, count }
-    }
-
-    /// Begin a chain that touches an unpublished slot for the first time: nothing is published.
-    fn draft_begin(&self, index: usize, draft: &mut Draft) {
-        if draft.steps.is_empty() && !self.has_begun(index) {
-            draft.push(Step::Publish { dst: self.redo_address(index), words: [0, 0] });
-        }
-    }
-
-    /// Tell whether something is in the accumulators or the bounce: then the record is clear.
-    fn has_begun(&self, index: usize) -> bool {
-        let brought = self.brought(index);
-        self.refs.as_ref().is_some_and(|refs| {
-            let redo = &refs.redo[index];
-            redo.bounced.is_some() || !redo.pulled.both(&brought).is_empty()
-        })
-    }
-
-    /// Add the pull of a child; false if there is no room.
-    fn draft_pull(&self, index: usize, child: usize, place: Place, draft: &mut Draft) -> bool {
-        if !draft.has_room(2 + place.merges) {
-            return false;
-        }
-        let (Some(refs), slot) = (&self.refs, &self.slots[index]) else { return false };
-        let (count, dst) = (slot.elements.unwrap_or(0), self.accumulator(index, place.target));
-        if let Some(src) = refs.references[index * self.children.len() + child].src {
-            self.draft_begin(index, draft);
-            draft.push(match slot.kernel() {
-                Some(kernel) if place.first => self.load_step(kernel, src, dst, count),
-                Some(kernel) => {
-                    let (source, accumulator) = (kernel.dtype(), kernel.accumulator());
-                    Step::Reduce { op: kernel.op(), source, accumulator, src, dst, count }
-                }
-                None => Step::Copy { src, dst, len_bytes: self.value_len(index) as u32 },
-            });
-        }
-        if let Some(kernel) = slot.kernel() {
-            let (op, accumulator) = (kernel.op(), kernel.accumulator());
-            for (dst, src) in place.merging() {
-                let (src, dst) = (self.accumulator(index, src), self.accumulator(index, dst));
-                draft.push(Step::Reduce { op, source: accumulator, accumulator, src, dst, count });
-            }
-        }
-        draft.plan.pulls.insert(child);
-        true
-    }
-
-    /// Add the copy of what a child refers to into the bounce.
-    fn draft_bounce(&self, index: usize, child: usize, draft: &mut Draft) {
-        let Some(refs) = &self.refs else { return };
-        let len_bytes =
-            self.slots[index].elements.unwrap_or(0) * self.slots[index].element_bytes(false).unwrap_or(0) as u32;
-        if let Some(src) = refs.references[index * self.children.len() + child].src {
-            self.draft_begin(index, draft);
-            draft.push(Step::Copy { src, dst: self.bounce(index), len_bytes });
-            draft.plan.bounces = Some(child as u16);
-        }
-    }
-
-    /// Add what makes a result of the accumulators, publishes it, and writes it to those who want it; false if the
-    /// processor has to make it, or there is no room.
-    fn draft_store(&self, index: usize, draft: &mut Draft) -> bool {
-        let Some(refs) = &self.refs else { return false };
-        let (slot, redo) = (&self.slots[index], &refs.redo[index]);
-        let src = self.accumulator(index, 0);
-        let mut rounds = false;
-        let store = slot.kernel().filter(|_| !redo.finished).map(|kernel| {
-            let (op, accumulator, output) = (kernel.op(), kernel.accumulator(), kernel.dtype());
-            rounds = accumulator != output;
-            let dst = if rounds { self.bounce(index) } else { src };
-            let (count, ranks) = (slot.elements.unwrap_or(0), self.group.config.ranks.get());
-            Step::Store { op, accumulator, output, src, dst, count, ranks }
-        });
-        let can = store.as_ref().is_none_or(|step| refs.capabilities.check(step) != Err(Status::Unsupported));
-        if !can || !draft.has_room(3) {
-            return false;
-        }
-        store.into_iter().for_each(|step| draft.push(step));
-        draft.push(Step::Publish { dst: self.redo_address(index), words: self.record(index) });
-        draft.plan.publishes = true;
-        draft.plan.rounds = rounds;
-        let references = &refs.references[index * self.children.len()..][..self.children.len()];
-        let wants = (0..references.len()).filter(|&child| references[child].dst.is_some() && redo.failures == 0);
-        self.draft_writes(index, rounds, wants, draft);
-        true
-    }
-
-    fn draft_writes(&self, index: usize, rounds: bool, to: impl Iterator<Item = usize>, draft: &mut Draft) {
-        let Some(refs) = &self.refs else { return };
-        let src = if rounds { self.bounce(index) } else { self.accumulator(index, 0) };
-        let slot = &self.slots[index];
-        let len_bytes = slot.elements.unwrap_or(0) * slot.element_bytes(false).unwrap_or(0) as u32;
-        for child in to {
-            let Some(dst) = refs.references[index * self.children.len() + child].dst else { continue };
-            if !draft.has_room(1) {
-                break;
-            }
-            draft.push(Step::Copy { src, dst, len_bytes });
-            draft.plan.writes.insert(child);
-        }
     }
 
     /// Write the answer to the children by reference that still want it; first, where it came from the parent, publish
@@ -635,65 +513,6 @@ impl Live<'_> {
         self.group.up.insert(index);
         Ok(Turn::Idle)
     }
-
-    /// Return the words that publish the result of slot `index`. The checksum is of the record itself: that the bytes
-    /// of the result are whole is what the order of a chain promises.
-    fn record(&self, index: usize) -> [u64; 2] {
-        let seq = self.shard().global(self.slots[index].local).0;
-        let (group, epoch) = (self.group.config.group.0, self.group.config.epoch.to_bits());
-        let mut bytes = [0; 16];
-        bytes[..4].copy_from_slice(&group.to_le_bytes());
-        bytes[4..8].copy_from_slice(&epoch.to_le_bytes());
-        bytes[8..].copy_from_slice(&seq.to_le_bytes());
-        [u64::from(epoch) << 32 | u64::from(crc32c(&bytes)), seq]
-    }
-
-    fn read_record<E: LocalMemory>(&self, index: usize, engine: &mut E) -> Result<[u64; 2], Status> {
-        let address = self.redo_address(index);
-        engine.with_local(nothing_at(address), Span { address, len_bytes: 16 }, |_, bytes| {
-            let word = |at: usize| bytes[at..at + 8].iter().rev().fold(0, |word, &byte| word << 8 | u64::from(byte));
-            [word(0), word(8)]
-        })
-    }
-
-    fn clear_record<E: LocalMemory>(&self, index: usize, engine: &mut E) -> Result<(), Status> {
-        let address = self.redo_address(index);
-        engine.with_local(Span { address, len_bytes: 16 }, nothing_at(address), |bytes, _| bytes.fill(0))
-    }
-
-    /// Return the length of the accumulators of slot `index` in bytes.
-    fn value_len(&self, index: usize) -> usize {
-        let slot = &self.slots[index];
-        slot.elements.unwrap_or(0) as usize * slot.element_bytes(true).unwrap_or(0)
-    }
-
-    fn stage_range(&self, index: usize, stage: usize, len: usize) -> Range<usize> {
-        let start = (index * self.group.stages + stage) * usize::from(self.group.config.chunk_len_bytes);
-        start..start + len
-    }
-
-    fn redo_address(&self, index: usize) -> Address {
-        let config = &self.group.config;
-        let slot = Node::redo_slot_len_bytes(config.order, self.children.len() as u16, config.chunk_len_bytes);
-        let memory = self.refs.as_ref().map_or(Address::default(), |refs| refs.memory);
-        Address { offset_bytes: memory.offset_bytes + (index * slot) as u64, ..memory }
-    }
-
-    fn bounce(&self, index: usize) -> Address {
-        let slot = self.redo_address(index);
-        Address { offset_bytes: slot.offset_bytes + HEAD_BYTES as u64, ..slot }
-    }
-
-    fn accumulator(&self, index: usize, which: usize) -> Address {
-        let bounce = self.bounce(index);
-        let skip = (1 + which) as u64 * u64::from(self.group.config.chunk_len_bytes);
-        Address { offset_bytes: bounce.offset_bytes + skip, ..bounce }
-    }
-}
-
-/// An empty part of the device's memory, for work on one span only.
-fn nothing_at(address: Address) -> Span {
-    Span { address, len_bytes: 0 }
 }
 
 /// Combine, or copy what comes first; what is only moved is always first.

@@ -20,7 +20,7 @@
 //! | 64 + chunk.. | accumulators, one chunk each; the first one becomes the value |
 //!
 //! Where the rules are: here the tables and their life, `submit.rs` (rings: what comes in, what is answered),
-//! `chain.rs` (which steps, in which order), `gather.rs` (from the first pull to the last write, and failures).
+//! `chain.rs` and `draft.rs` (which steps, in which order), `redo.rs` (where things lie), `gather.rs` (from the first pull to the last write, and failures).
 //!
 //! Invariants:
 //! - A slot has one chain in flight at most. While it has, its redo slot and the memory of the children in that chain
@@ -32,7 +32,9 @@
 //! - Every submission is answered once, and its regions are held exactly until then.
 
 mod chain;
+mod draft;
 mod gather;
+mod redo;
 mod submit;
 #[cfg(test)]
 mod tests;
