@@ -1,10 +1,11 @@
 //! One aggregation group on one node: its children, its window, its way to the parent.
 
 use crate::memory::Span;
+use crate::node::ByReference;
 use crate::sets::SlotSet;
 use core::time::Duration;
 use sumac_hal::ctrl::{GroupConfig, SharedLink};
-use sumac_hal::ids::{ChildIndex, ChunkNo};
+use sumac_hal::ids::{ChildIndex, ChunkNo, Rank};
 use sumac_hal::op::OpDesc;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
@@ -26,6 +27,8 @@ pub struct Child {
     pub(crate) top: u64,
     /// Gaps below were asked for already.
     pub(crate) asked_below: u64,
+    /// Whose ring it contributes through, if it does so by reference.
+    pub(crate) owner: Option<Rank>,
     /// Of its last contribution, echoed in what it is told.
     pub(crate) token: u32,
     /// Answers that may be sent to it again: one earned by each contribution and each probe, so that nobody is
@@ -35,8 +38,17 @@ pub struct Child {
 
 impl Child {
     /// An entry that nobody uses.
-    pub const EMPTY: Self =
-        Self { key: 0, addr: None, have: ChunkNo(0), next_missing: 0, top: 0, asked_below: 0, token: 0, credit: 0 };
+    pub const EMPTY: Self = Self {
+        key: 0,
+        addr: None,
+        have: ChunkNo(0),
+        next_missing: 0,
+        top: 0,
+        asked_below: 0,
+        owner: None,
+        token: 0,
+        credit: 0,
+    };
 
     /// The most credit that it can save up.
     pub(crate) const CREDIT_MAX: u16 = 64;
@@ -137,11 +149,18 @@ pub struct Group {
     pub(crate) token: u32,
     /// Something from the parent met congestion, which it has yet to be told.
     pub(crate) congested: bool,
+    /// What it needs for children that contribute by reference, if it has any.
+    pub(crate) by_reference: Option<ByReference>,
 }
 
 impl Group {
     pub(crate) fn lease(&self) -> Duration {
         Duration::from_millis(u64::from(self.config.lease_ms))
+    }
+
+    /// Tell whether the group is gone for everybody but its references, which are still in use.
+    pub(crate) fn is_closing(&self) -> bool {
+        self.by_reference.as_ref().is_some_and(ByReference::is_closing)
     }
 
     pub(crate) fn has_output(&self) -> bool {

@@ -31,7 +31,7 @@ impl Stages<'_> {
         self.stage(0)
     }
 
-    fn stage(&mut self, i: usize) -> &mut [u8] {
+    pub(crate) fn stage(&mut self, i: usize) -> &mut [u8] {
         &mut self.bytes[i * self.stride..][..self.len]
     }
 
@@ -96,7 +96,7 @@ pub(crate) fn contribute(
 }
 
 /// Copy the first value or combine a later one: never start from an identity.
-fn take(kernel: Kernel, acc: &mut [u8], input: Input<'_>, has_value: bool) {
+pub(crate) fn take(kernel: Kernel, acc: &mut [u8], input: Input<'_>, has_value: bool) {
     if has_value {
         kernel.combine(acc, input.payload, input.partial);
     } else {

@@ -38,6 +38,21 @@ impl<const WORDS: usize> Bits<WORDS> {
         self.words.iter().map(|word| word.count_ones() as usize).sum()
     }
 
+    /// Return the members of either.
+    pub(crate) fn union(&self, other: &Self) -> Self {
+        Self { words: core::array::from_fn(|i| self.words[i] | other.words[i]) }
+    }
+
+    /// Return the members that are not in `other`.
+    pub(crate) fn without(&self, other: &Self) -> Self {
+        Self { words: core::array::from_fn(|i| self.words[i] & !other.words[i]) }
+    }
+
+    /// Return the members of both.
+    pub(crate) fn both(&self, other: &Self) -> Self {
+        Self { words: core::array::from_fn(|i| self.words[i] & other.words[i]) }
+    }
+
     /// Return the smallest member.
     pub(crate) fn first(&self) -> Option<usize> {
         let i = self.words.iter().position(|&word| word != 0)?;
@@ -97,6 +112,14 @@ mod tests {
             prop_assert_eq!(bits.first(), members.first().copied());
             prop_assert_eq!(bits.first_from(from), members.range(from..).next().or(members.first()).copied());
             prop_assert_eq!(bits.len(), members.len());
+            let mut upper = ChildSet::EMPTY;
+            (from..256).for_each(|n| upper.insert(n));
+            let (union, without, both) = (bits.union(&upper), bits.without(&upper), bits.both(&upper));
+            for n in 0..256 {
+                let (member, above) = (members.contains(&n), n >= from);
+                prop_assert_eq!(union.contains(n), member || above);
+                prop_assert_eq!((without.contains(n), both.contains(n)), (member && !above, member && above));
+            }
             let rest: BTreeSet<_> = members.iter().copied().filter(|n| n % 2 == 0).collect();
             members.iter().filter(|&n| n % 2 == 1).for_each(|&n| bits.remove(n));
             prop_assert!((0..256).all(|n| bits.contains(n) == rest.contains(&n)));

@@ -36,6 +36,11 @@ impl Live<'_> {
             self.common.drop_packet(DropReason::BadChild);
             return None;
         };
+        if child.owner.is_some() {
+            // By reference comes through the owner's ring only.
+            self.common.drop_packet(DropReason::BadSource);
+            return None;
+        }
         if repr.key != child.key {
             self.common.drop_packet(DropReason::BadKey);
             return None;
@@ -57,19 +62,25 @@ impl Live<'_> {
                 self.common.trace.record(now, Trace::ChildPinned(id, ChildIndex(index as u16)));
             }
         }
-        let was_least = child.have == self.group.min_have;
-        if repr.mark > child.have {
-            child.have = repr.mark;
-            if was_least {
-                let least = self.children.iter().map(|child| child.have).min();
-                self.group.min_have = least.unwrap_or(self.group.min_have);
-            }
-        }
+        self.note_have(index, repr.mark);
         self.group.lease_until = now + self.group.lease();
         if repr.flags.contains(Flags::CONGESTED) {
             self.note_congestion(index, repr);
         }
         Some(index)
+    }
+
+    /// Take what a child says to have.
+    pub(super) fn note_have(&mut self, child: usize, mark: ChunkNo) {
+        let child = &mut self.children[child];
+        let was_least = child.have == self.group.min_have;
+        if mark > child.have {
+            child.have = mark;
+            if was_least {
+                let least = self.children.iter().map(|child| child.have).min();
+                self.group.min_have = least.unwrap_or(self.group.min_have);
+            }
+        }
     }
 
     /// The way from or to a child is congested: a cut like that for a loss, once a window.
@@ -111,25 +122,36 @@ impl Live<'_> {
             return self.common.drop_packet(DropReason::OverWindow);
         }
         let index = self.slot_index(local);
-        let slot = &mut self.slots[index];
+        let slot = &self.slots[index];
         if !slot.holds(local) {
-            if slot.state != State::Free {
-                if slot.local > local {
-                    return self.common.drop_packet(DropReason::Stale);
-                }
-                let reusable = slot.state == State::Answered
-                    && self.common.config.shard.below(self.group.min_have) > slot.local
-                    && slot.pending.is_empty();
-                if !reusable {
-                    return self.common.drop_packet(DropReason::SlotBusy);
-                }
+            if slot.state != State::Free && slot.local > local {
+                return self.common.drop_packet(DropReason::Stale);
             }
-            slot.begin(local, op, repr.signature);
+            if !self.is_reusable(index) {
+                return self.common.drop_packet(DropReason::SlotBusy);
+            }
+            self.begin(index, local, op, repr.signature);
         }
         if self.slots[index].bits.contains(child) || self.slots[index].state != State::Filling {
             return self.common.drop_packet(DropReason::Duplicate);
         }
         self.judge(index, child, op, repr, payload, now);
+    }
+
+    /// Tell whether slot `index` may hold another chunk: everybody has what is in it, and no engine is at work on it.
+    pub(super) fn is_reusable(&self, index: usize) -> bool {
+        let slot = &self.slots[index];
+        slot.state == State::Free
+            || (slot.state == State::Answered
+                && self.common.config.shard.below(self.group.min_have) > slot.local
+                && slot.pending.is_empty()
+                && self.is_quiet(index))
+    }
+
+    /// Start on chunk `local` in slot `index`.
+    pub(super) fn begin(&mut self, index: usize, local: u64, op: OpDesc, signature: u32) {
+        self.slots[index].begin(local, op, signature);
+        self.begin_redo(index);
     }
 
     /// Combine a contribution that belongs to slot `index` and is not in yet, or refuse the chunk.
@@ -140,7 +162,7 @@ impl Live<'_> {
             // Ranks need two operations to name the error; one that this version does not know can't be passed on.
             let other = unpack_op(repr.bits2).unwrap_or(op);
             Some((repr.reason.unwrap_or(NakReason::Mismatch), Some((op, other))))
-        } else if repr.signature != slot.signature || op != first {
+        } else if repr.signature != slot.signature || !agree(&op, &first) {
             Some((NakReason::Mismatch, Some((first, op))))
         } else if (repr.kind == Kind::Data || repr.flags.contains(Flags::WANT)) && !supported(&op) {
             // What brings nothing and wants nothing runs by a schedule: it is compared here, not done.
@@ -162,8 +184,13 @@ impl Live<'_> {
         if let Some((reason, ops)) = refusal {
             self.refuse(index, Failure { from: repr.seq, reason, ops }, now);
         } else {
+            if first.count == 0 {
+                self.slots[index].op = op;
+            }
             self.combine(index, child, repr, payload);
-            if self.slots[index].bits.len() == self.children.len() {
+            if self.refs.is_some() {
+                self.stir(index);
+            } else if self.slots[index].bits.len() == self.children.len() {
                 self.complete(index);
             }
         }
@@ -179,7 +206,8 @@ impl Live<'_> {
         let slot = &mut self.slots[index];
         let sizes = (slot.element_bytes(repr.flags.contains(Flags::PARTIAL)), slot.element_bytes(true));
         let (Some(size), Some(partial_size)) = sizes else { return false };
-        if slot.kernel().is_none() && !slot.data.is_empty() {
+        let taken = self.refs.as_ref().is_some_and(|refs| !refs.redo[index].data.is_empty());
+        if slot.kernel().is_none() && (taken || !slot.data.is_empty()) {
             return false;
         }
         let elements = payload.len() / size;
@@ -198,9 +226,12 @@ impl Live<'_> {
             }
             return;
         };
-        let mut fold_next = slot.fold_next;
         let partial = repr.flags.contains(Flags::PARTIAL);
         let input = (repr.kind == Kind::Data).then_some(Input { payload, partial });
+        if self.refs.is_some() {
+            return self.stage_inline(index, child, kernel, input);
+        }
+        let mut fold_next = slot.fold_next;
         let children = self.children.len();
         let order = self.group.config.order;
         let arrived = Arrived { bits: &slot.bits, data: &slot.data, children, child };
@@ -236,8 +267,13 @@ impl Live<'_> {
         slot.state = State::Answered;
         slot.value_crc = None;
         slot.pending = slot.bits;
-        self.group.down.insert(index);
         self.common.counters.answers += slot.bits.len() as u64;
+        if self.refs.is_some() {
+            self.answer_references(index);
+        }
+        if !self.slots[index].pending.is_empty() {
+            self.group.down.insert(index);
+        }
         loop {
             let below = self.group.answered_below;
             let slot = &self.slots[self.slot_index(below)];
@@ -250,7 +286,7 @@ impl Live<'_> {
 
     /// The chunk can't have a result. Only the root says so to the ranks, so that all hear the same: this node
     /// sends its Nak up in place of a contribution, or, at the root, fails the group.
-    fn refuse(&mut self, index: usize, failure: Failure, now: Instant) {
+    pub(super) fn refuse(&mut self, index: usize, failure: Failure, now: Instant) {
         if self.group.parent.is_none() {
             return self.fail(failure, now);
         }
@@ -397,4 +433,11 @@ impl Live<'_> {
             ..Repr::new(kind, config.group, config.epoch, ChildIndex(child as u16), self.children[child].key)
         }
     }
+}
+
+/// Tell whether two ranks call the same operation, as far as both say: an entry of a ring has no room for the root and
+/// the count (0 stands for "not said"), which the signature covers.
+pub(super) fn agree(a: &OpDesc, b: &OpDesc) -> bool {
+    let said = a.count != 0 && b.count != 0;
+    (a.collective, a.dtype, a.op) == (b.collective, b.dtype, b.op) && (!said || (a.root, a.count) == (b.root, b.count))
 }

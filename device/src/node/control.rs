@@ -29,7 +29,7 @@ impl Node<'_> {
             Request::ReleaseGroup(group) => self.release_group(*group, now),
             Request::Stats => return Response::Stats(self.stats()),
             Request::Reset => {
-                self.storage.groups.fill_with(|| None);
+                (0..self.storage.groups.len()).for_each(|index| self.close_group(index));
                 self.storage.trees.fill_with(|| None);
                 Ok(())
             }
@@ -119,7 +119,7 @@ impl Node<'_> {
 
     fn release_group(&mut self, id: GroupId, now: Instant) -> Result<(), Refusal> {
         let index = self.find(id).ok_or(Refusal::NoGroup(id))?;
-        self.storage.groups[index] = None;
+        self.close_group(index);
         self.common.trace.record(now, Trace::GroupReleased(id));
         Ok(())
     }
@@ -219,6 +219,7 @@ impl Node<'_> {
             deficit: 0,
             token,
             congested: false,
+            by_reference: None,
         }
     }
 }

@@ -7,7 +7,7 @@
 //!
 //! Where the rules of PROTOCOL live: `child.rs` (contributions, probes: sections 1 to 3), `parent.rs` (answers
 //! and the way up), `transmit.rs` (what leaves, in which order: deficit round robin over groups), `control.rs`
-//! (groups, reserved whole or not at all).
+//! (groups, reserved whole or not at all), `reference/` (children whose data a DMA engine fetches: sections 5 to 7).
 //!
 //! Invariants:
 //! - nothing that a peer writes is trusted: each field is checked before use, and what fails is dropped and
@@ -23,9 +23,13 @@
 mod child;
 mod control;
 mod parent;
+mod reference;
 #[cfg(test)]
 mod tests;
 mod transmit;
+
+pub(crate) use reference::ByReference;
+pub use reference::{AttachError, RedoSlot, Reference, References};
 
 use crate::group::{Child, Failure, Group};
 use crate::memory::Storage;
@@ -36,6 +40,7 @@ use crate::trace::{Trace, TraceRing};
 use core::ops::Range;
 use core::time::Duration;
 use heapless::Deque;
+use reference::Refs;
 use sumac_hal::ctrl::{Counters, DropReason, TreeConfig};
 use sumac_hal::ids::{BootId, ChildIndex, ChunkNo, GroupId};
 use sumac_hal::op::{Collective, OpDesc};
@@ -151,9 +156,13 @@ impl Common {
 #[derive(Debug)]
 pub struct Node<'m> {
     storage: Storage<'m>,
+    /// What contributions by reference need, if the board has it.
+    references: Option<References<'m>>,
     common: Common,
     /// Whose turn it is to send.
     turn: usize,
+    /// Whose turn it is to use the engine.
+    dma_turn: usize,
     stranger_replies: u8,
     stranger_refill_at: Instant,
 }
@@ -164,6 +173,8 @@ struct Live<'a> {
     children: &'a mut [Child],
     slots: &'a mut [Slot],
     bytes: &'a mut [u8],
+    /// Of a group with children by reference.
+    refs: Option<Refs<'a>>,
     common: &'a mut Common,
 }
 
@@ -178,7 +189,15 @@ impl<'m> Node<'m> {
             events: Deque::new(),
             may_send: false,
         };
-        Self { storage, common, turn: 0, stranger_replies: 0, stranger_refill_at: Instant::ZERO }
+        Self {
+            storage,
+            references: None,
+            common,
+            turn: 0,
+            dma_turn: 0,
+            stranger_replies: 0,
+            stranger_refill_at: Instant::ZERO,
+        }
     }
 
     /// Take in a packet that arrived at `now` from `from`.
@@ -222,13 +241,13 @@ impl<'m> Node<'m> {
     /// Do what is due at `now`: probes, dead hops, leases.
     pub fn handle_timeout(&mut self, now: Instant) {
         for index in 0..self.storage.groups.len() {
-            let Some(mut live) = self.live(index) else { continue };
+            let Some(mut live) = self.live(index).filter(|live| !live.group.is_closing()) else { continue };
             if now >= live.group.lease_until {
                 let id = live.group.config.group;
                 live.common.counters.leases_expired += 1;
                 live.common.trace.record(now, Trace::LeaseExpired(id));
                 live.common.event(Event::LeaseExpired(id));
-                self.storage.groups[index] = None;
+                self.close_group(index);
             } else {
                 live.poll_parent(now);
                 live.note_output();
@@ -275,7 +294,7 @@ impl<'m> Node<'m> {
 
     /// Return when [`Node::handle_timeout`] is to be called next, if nothing arrives before.
     pub fn poll_timeout(&self) -> Option<Instant> {
-        let groups = self.storage.groups.iter().flatten();
+        let groups = self.storage.groups.iter().flatten().filter(|group| !group.is_closing());
         let shard = self.common.config.shard;
         groups
             .map(|group| {
@@ -306,12 +325,20 @@ impl<'m> Node<'m> {
     }
 
     fn find(&self, id: GroupId) -> Option<usize> {
-        self.storage.groups.iter().position(|group| group.as_ref().is_some_and(|group| group.config.group == id))
+        self.storage
+            .groups
+            .iter()
+            .position(|group| group.as_ref().is_some_and(|group| group.config.group == id && !group.is_closing()))
     }
 
     fn live(&mut self, index: usize) -> Option<Live<'_>> {
         let group = self.storage.groups[index].as_mut()?;
+        let refs = match (&mut self.references, &group.by_reference) {
+            (Some(references), Some(by_reference)) => Some(references.of(group.slots, by_reference)),
+            _ => None,
+        };
         Some(Live {
+            refs,
             children: &mut self.storage.children[group.children.range()],
             slots: &mut self.storage.slots[group.slots.range()],
             bytes: &mut self.storage.bytes[group.bytes.range()],
@@ -390,10 +417,11 @@ impl Live<'_> {
             let slot = &mut self.slots[index];
             if slot.local >= from && matches!(slot.state, State::Filling | State::Up | State::Refused) {
                 slot.pending = slot.bits;
-                if !slot.pending.is_empty() {
+                self.group.up.remove(index);
+                self.owe_all(index);
+                if !self.slots[index].pending.is_empty() {
                     self.group.down.insert(index);
                 }
-                self.group.up.remove(index);
             }
         }
     }

@@ -29,35 +29,35 @@ use sumac_hal::time::Instant;
 use sumac_hal::uplink::HopTimers;
 use sumac_hal::wire::{Flags, Kind, NakReason, Packet, Repr, payload_crc};
 
-pub(super) const PARENT: Addr = Addr::Emu(9000);
+pub(in crate::node) const PARENT: Addr = Addr::Emu(9000);
 /// This node's place below its parent.
-pub(super) const OWN_PLACE: ChildIndex = ChildIndex(5);
-pub(super) const PARENT_KEY: u64 = 0xfeed;
+pub(in crate::node) const OWN_PLACE: ChildIndex = ChildIndex(5);
+pub(in crate::node) const PARENT_KEY: u64 = 0xfeed;
 /// This node's own shared address, and its parent's.
-pub(super) const SHARED: Addr = Addr::Emu(7000);
-pub(super) const PARENT_SHARED: SharedLink = SharedLink { addr: Addr::Emu(7001), key: 0xfade };
-pub(super) const EPOCH: Epoch = Epoch { term: 1, counter: 3 };
+pub(in crate::node) const SHARED: Addr = Addr::Emu(7000);
+pub(in crate::node) const PARENT_SHARED: SharedLink = SharedLink { addr: Addr::Emu(7001), key: 0xfade };
+pub(in crate::node) const EPOCH: Epoch = Epoch { term: 1, counter: 3 };
 /// What all children call unless a test says otherwise.
-pub(super) const OP: OpDesc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 1000);
+pub(in crate::node) const OP: OpDesc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 1000);
 /// What averages are divided by: not the number of any node's children.
-pub(super) const RANKS: NonZeroU32 = NonZeroU32::new(7).unwrap();
-pub(super) const LEASE_MS: u32 = 60_000;
+pub(in crate::node) const RANKS: NonZeroU32 = NonZeroU32::new(7).unwrap();
+pub(in crate::node) const LEASE_MS: u32 = 60_000;
 const SECRET: GroupSecret = GroupSecret([9; 16]);
 
 /// What a node under test is like. Group `i` has the id `7 + i`.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Setup {
-    pub(super) children: u16,
-    pub(super) window: u16,
-    pub(super) slots: u16,
-    pub(super) order: Order,
-    pub(super) has_parent: bool,
-    pub(super) shard: Shard,
-    pub(super) chunk_len_bytes: u16,
-    pub(super) groups: usize,
-    pub(super) receive_buffer_bytes: usize,
+pub(in crate::node) struct Setup {
+    pub(in crate::node) children: u16,
+    pub(in crate::node) window: u16,
+    pub(in crate::node) slots: u16,
+    pub(in crate::node) order: Order,
+    pub(in crate::node) has_parent: bool,
+    pub(in crate::node) shard: Shard,
+    pub(in crate::node) chunk_len_bytes: u16,
+    pub(in crate::node) groups: usize,
+    pub(in crate::node) receive_buffer_bytes: usize,
     /// Whether it has a shared address, and listens to its parent's.
-    pub(super) shares: bool,
+    pub(in crate::node) shares: bool,
 }
 
 impl Default for Setup {
@@ -79,56 +79,56 @@ impl Default for Setup {
 
 /// A packet that the node sent.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Sent {
-    pub(super) to: Addr,
-    pub(super) repr: Repr,
-    pub(super) payload: Vec<u8>,
+pub(in crate::node) struct Sent {
+    pub(in crate::node) to: Addr,
+    pub(in crate::node) repr: Repr,
+    pub(in crate::node) payload: Vec<u8>,
 }
 
 impl Sent {
-    pub(super) fn floats(&self) -> Vec<f32> {
+    pub(in crate::node) fn floats(&self) -> Vec<f32> {
         let (words, rest) = self.payload.as_chunks::<4>();
         assert!(rest.is_empty());
         words.iter().map(|word| f32::from_le_bytes(*word)).collect()
     }
 
-    pub(super) fn is_nak(&self, reason: NakReason) -> bool {
+    pub(in crate::node) fn is_nak(&self, reason: NakReason) -> bool {
         self.repr.kind == Kind::Nak && self.repr.reason == Some(reason)
     }
 }
 
 /// A node, a clock, and what its children have.
-pub(super) struct Rig {
-    pub(super) node: Node<'static>,
-    pub(super) setup: Setup,
-    pub(super) now: Instant,
+pub(in crate::node) struct Rig {
+    pub(in crate::node) node: Node<'static>,
+    pub(in crate::node) setup: Setup,
+    pub(in crate::node) now: Instant,
     /// What each child says it has in the packets that [`Rig::up`] makes, group 0.
-    pub(super) have: Vec<u64>,
+    pub(in crate::node) have: Vec<u64>,
     buffer: Vec<u8>,
 }
 
-pub(super) fn floats(values: &[f32]) -> Vec<u8> {
+pub(in crate::node) fn floats(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-pub(super) fn child_addr(child: u16) -> Addr {
+pub(in crate::node) fn child_addr(child: u16) -> Addr {
     Addr::Emu(u32::from(child))
 }
 
-pub(super) fn group_id(group: usize) -> GroupId {
+pub(in crate::node) fn group_id(group: usize) -> GroupId {
     GroupId(7 + group as u32)
 }
 
-pub(super) fn key(group: usize, child: u16) -> u64 {
+pub(in crate::node) fn key(group: usize, child: u16) -> u64 {
     SECRET.child_key(group_id(group), EPOCH, ChildIndex(child))
 }
 
-pub(super) fn token(child: u16) -> u32 {
+pub(in crate::node) fn token(child: u16) -> u32 {
     0xab00 + u32::from(child)
 }
 
 /// The group as a controller would describe it.
-pub(super) fn group_config(setup: &Setup, group: usize) -> GroupConfig {
+pub(in crate::node) fn group_config(setup: &Setup, group: usize) -> GroupConfig {
     GroupConfig {
         group: group_id(group),
         tree: TreeId(1),
@@ -147,14 +147,20 @@ pub(super) fn group_config(setup: &Setup, group: usize) -> GroupConfig {
     }
 }
 
-pub(super) fn tree_config(setup: &Setup) -> TreeConfig {
+pub(in crate::node) fn tree_config(setup: &Setup) -> TreeConfig {
     let addrs = (0..setup.shard.shards()).map(|_| PARENT).collect();
     let parent = setup.has_parent.then_some(NodeParent { data_addrs: addrs, child: OWN_PLACE });
     TreeConfig { tree: TreeId(1), parent, children: setup.children }
 }
 
 /// A node without trees and groups, with exactly the memory that `setup` needs.
-pub(super) fn bare(setup: &Setup) -> Node<'static> {
+pub(in crate::node) fn bare(setup: &Setup) -> Node<'static> {
+    let (config, storage) = parts(setup);
+    Node::new(config, storage)
+}
+
+/// What such a node is made of.
+pub(in crate::node) fn parts(setup: &Setup) -> (NodeConfig, Storage<'static>) {
     let slots = usize::from(setup.slots) * setup.groups;
     let bytes = slots * setup.order.stages(setup.children) * usize::from(setup.chunk_len_bytes);
     let config = NodeConfig {
@@ -170,12 +176,17 @@ pub(super) fn bare(setup: &Setup) -> Node<'static> {
         slots: Vec::leak(vec![Slot::EMPTY; slots]),
         bytes: Vec::leak(vec![0; bytes]),
     };
-    Node::new(config, storage)
+    (config, storage)
 }
 
 impl Rig {
-    pub(super) fn new(setup: Setup) -> Self {
-        let mut node = bare(&setup);
+    pub(in crate::node) fn new(setup: Setup) -> Self {
+        let node = bare(&setup);
+        Self::with(setup, node)
+    }
+
+    /// Set up trees and groups on a bare node.
+    pub(in crate::node) fn with(setup: Setup, mut node: Node<'static>) -> Self {
         let now = Instant::from_nanos(1_000_000);
         assert_eq!(node.control(&Request::InstallTree(tree_config(&setup)), now), Response::Done);
         for group in 0..setup.groups {
@@ -185,7 +196,7 @@ impl Rig {
     }
 
     /// A contribution's or request's header, right in every field.
-    pub(super) fn up(&self, kind: Kind, child: u16, seq: u64) -> Repr {
+    pub(in crate::node) fn up(&self, kind: Kind, child: u16, seq: u64) -> Repr {
         Repr {
             collective: Some(OP.collective),
             dtype: OP.dtype,
@@ -202,7 +213,7 @@ impl Rig {
     }
 
     /// A header from the parent, right in every field; `token` is what it echoes.
-    pub(super) fn down(&self, kind: Kind, seq: u64, token: u32) -> Repr {
+    pub(in crate::node) fn down(&self, kind: Kind, seq: u64, token: u32) -> Repr {
         Repr {
             count: 1,
             seq: ChunkNo(seq),
@@ -213,7 +224,7 @@ impl Rig {
     }
 
     /// Let a packet arrive.
-    pub(super) fn put(&mut self, from: Addr, repr: Repr, payload: &[u8]) {
+    pub(in crate::node) fn put(&mut self, from: Addr, repr: Repr, payload: &[u8]) {
         let repr = Repr { payload_len_bytes: payload.len() as u16, ..repr };
         let mut bytes = vec![0; repr.packet_len()];
         let mut packet = Packet::new_unchecked(&mut bytes[..]);
@@ -222,40 +233,40 @@ impl Rig {
         self.put_bytes(from, &bytes);
     }
 
-    pub(super) fn put_bytes(&mut self, from: Addr, bytes: &[u8]) {
+    pub(in crate::node) fn put_bytes(&mut self, from: Addr, bytes: &[u8]) {
         self.node.handle(from, bytes, self.now);
         check_invariants(&mut self.node);
     }
 
     /// Let `child` contribute `values` to `seq`.
-    pub(super) fn data(&mut self, child: u16, seq: u64, values: &[f32]) {
+    pub(in crate::node) fn data(&mut self, child: u16, seq: u64, values: &[f32]) {
         let repr = self.up(Kind::Data, child, seq);
         self.put(child_addr(child), repr, &floats(values));
     }
 
     /// Let every child contribute its number to `seq`.
-    pub(super) fn all(&mut self, seq: u64) {
+    pub(in crate::node) fn all(&mut self, seq: u64) {
         (0..self.setup.children).for_each(|child| self.data(child, seq, &[f32::from(child)]));
     }
 
     /// Note that every child has everything below `have`; their next packets say so.
-    pub(super) fn all_have(&mut self, have: u64) {
+    pub(in crate::node) fn all_have(&mut self, have: u64) {
         self.have.fill(have);
     }
 
-    pub(super) fn nak(&mut self, child: u16, reason: NakReason, seq: u64) {
+    pub(in crate::node) fn nak(&mut self, child: u16, reason: NakReason, seq: u64) {
         let repr = Repr { reason: Some(reason), ..self.up(Kind::Nak, child, seq) };
         self.put(child_addr(child), repr, &[]);
     }
 
     /// Let `child` probe `count` seqs from `seq` on, of which it holds the answers `held`.
-    pub(super) fn probe(&mut self, child: u16, seq: u64, count: u16, held: u64) {
+    pub(in crate::node) fn probe(&mut self, child: u16, seq: u64, count: u16, held: u64) {
         let repr = Repr { count, bits: held, token: 0x9999, ..self.up(Kind::Probe, child, seq) };
         self.put(child_addr(child), repr, &[]);
     }
 
     /// Take the node's next packet.
-    pub(super) fn next(&mut self) -> Option<Sent> {
+    pub(in crate::node) fn next(&mut self) -> Option<Sent> {
         let announced = self.node.poll_destination();
         let sent = self.node.poll_transmit(&mut self.buffer, self.now);
         assert_eq!(announced, sent.map(|sent| sent.to), "poll_destination told something else");
@@ -266,26 +277,26 @@ impl Rig {
     }
 
     /// Take all that the node has to send.
-    pub(super) fn drain(&mut self) -> Vec<Sent> {
+    pub(in crate::node) fn drain(&mut self) -> Vec<Sent> {
         let sent: Vec<Sent> = core::iter::from_fn(|| self.next()).collect();
         check_invariants(&mut self.node);
         sent
     }
 
     /// Move the clock.
-    pub(super) fn pass_ms(&mut self, ms: u64) {
+    pub(in crate::node) fn pass_ms(&mut self, ms: u64) {
         self.now = self.now + core::time::Duration::from_millis(ms);
         self.node.handle_timeout(self.now);
         check_invariants(&mut self.node);
     }
 
-    pub(super) fn dropped(&self, reason: DropReason) -> u64 {
+    pub(in crate::node) fn dropped(&self, reason: DropReason) -> u64 {
         self.node.counters().dropped(reason)
     }
 }
 
 /// What holds between any two calls, whatever came in.
-pub(super) fn check_invariants(node: &mut Node<'_>) {
+pub(in crate::node) fn check_invariants(node: &mut Node<'_>) {
     let may_send = node.common.may_send;
     for index in 0..node.storage.groups.len() {
         let Some(live) = node.live(index) else { continue };

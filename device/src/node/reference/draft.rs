@@ -1,0 +1,132 @@
+//! Which steps a chain gets: pulls in order, then, at the root, the result's publication and its writes.
+//!
+//! Invariant: in every chain that writes to a rank's memory, or in one before it, the result is published first.
+
+use super::Live;
+use super::chain::{Draft, Place};
+use sumac_hal::dma::{Address, Status, Step};
+use sumac_hal::reduce::Kernel;
+
+impl Live<'_> {
+    /// Tell whether the engine itself can combine the contributions of slot `index`, in the accumulator type.
+    pub(super) fn engine_combines(&self, index: usize) -> bool {
+        let (Some(kernel), Some(refs)) = (self.slots[index].kernel(), &self.refs) else { return true };
+        let at = Address::default();
+        let (op, source, accumulator) = (kernel.op(), kernel.dtype(), kernel.accumulator());
+        let steps = [
+            self.load_step(kernel, at, at, 1),
+            Step::Reduce { op, source, accumulator, src: at, dst: at, count: 1 },
+            Step::Reduce { op, source: accumulator, accumulator, src: at, dst: at, count: 1 },
+        ];
+        steps.iter().all(|step| refs.capabilities.check(step) != Err(Status::Unsupported))
+    }
+
+    /// Return the step that sets accumulators to a first contribution: where both are of one type, a copy.
+    pub(super) fn load_step(&self, kernel: Kernel, src: Address, dst: Address, count: u32) -> Step {
+        let (source, accumulator) = (kernel.dtype(), kernel.accumulator());
+        if source == accumulator {
+            return Step::Copy { src, dst, len_bytes: count * kernel.element_bytes() as u32 };
+        }
+        Step::Load { source, accumulator, src, dst, count }
+    }
+
+    /// Begin a chain that touches an unpublished slot for the first time: nothing is published.
+    pub(super) fn draft_begin(&self, index: usize, draft: &mut Draft) {
+        if draft.steps.is_empty() && !self.has_begun(index) {
+            draft.push(Step::Publish { dst: self.redo_address(index), words: [0, 0] });
+        }
+    }
+
+    /// Tell whether something is in the accumulators or the bounce: then the record is clear.
+    pub(super) fn has_begun(&self, index: usize) -> bool {
+        let brought = self.brought(index);
+        self.refs.as_ref().is_some_and(|refs| {
+            let redo = &refs.redo[index];
+            redo.bounced.is_some() || !redo.pulled.both(&brought).is_empty()
+        })
+    }
+
+    /// Add the pull of a child; false if there is no room.
+    pub(super) fn draft_pull(&self, index: usize, child: usize, place: Place, draft: &mut Draft) -> bool {
+        if !draft.has_room(2 + place.merges) {
+            return false;
+        }
+        let (Some(refs), slot) = (&self.refs, &self.slots[index]) else { return false };
+        let (count, dst) = (slot.elements.unwrap_or(0), self.accumulator(index, place.target));
+        if let Some(src) = refs.references[index * self.children.len() + child].src {
+            self.draft_begin(index, draft);
+            draft.push(match slot.kernel() {
+                Some(kernel) if place.first => self.load_step(kernel, src, dst, count),
+                Some(kernel) => {
+                    let (source, accumulator) = (kernel.dtype(), kernel.accumulator());
+                    Step::Reduce { op: kernel.op(), source, accumulator, src, dst, count }
+                }
+                None => Step::Copy { src, dst, len_bytes: self.value_len(index) as u32 },
+            });
+        }
+        if let Some(kernel) = slot.kernel() {
+            let (op, accumulator) = (kernel.op(), kernel.accumulator());
+            for (dst, src) in place.merging() {
+                let (src, dst) = (self.accumulator(index, src), self.accumulator(index, dst));
+                draft.push(Step::Reduce { op, source: accumulator, accumulator, src, dst, count });
+            }
+        }
+        draft.plan.pulls.insert(child);
+        true
+    }
+
+    /// Add the copy of what a child refers to into the bounce.
+    pub(super) fn draft_bounce(&self, index: usize, child: usize, draft: &mut Draft) {
+        let Some(refs) = &self.refs else { return };
+        let len_bytes =
+            self.slots[index].elements.unwrap_or(0) * self.slots[index].element_bytes(false).unwrap_or(0) as u32;
+        if let Some(src) = refs.references[index * self.children.len() + child].src {
+            self.draft_begin(index, draft);
+            draft.push(Step::Copy { src, dst: self.bounce(index), len_bytes });
+            draft.plan.bounces = Some(child as u16);
+        }
+    }
+
+    /// Add what makes a result of the accumulators, publishes it, and writes it to those who want it; false if the
+    /// processor has to make it, or there is no room.
+    pub(super) fn draft_store(&self, index: usize, draft: &mut Draft) -> bool {
+        let Some(refs) = &self.refs else { return false };
+        let (slot, redo) = (&self.slots[index], &refs.redo[index]);
+        let src = self.accumulator(index, 0);
+        let mut rounds = false;
+        let store = slot.kernel().filter(|_| !redo.finished).map(|kernel| {
+            let (op, accumulator, output) = (kernel.op(), kernel.accumulator(), kernel.dtype());
+            rounds = accumulator != output;
+            let dst = if rounds { self.bounce(index) } else { src };
+            let (count, ranks) = (slot.elements.unwrap_or(0), self.group.config.ranks.get());
+            Step::Store { op, accumulator, output, src, dst, count, ranks }
+        });
+        let can = store.as_ref().is_none_or(|step| refs.capabilities.check(step) != Err(Status::Unsupported));
+        if !can || !draft.has_room(3) {
+            return false;
+        }
+        store.into_iter().for_each(|step| draft.push(step));
+        draft.push(Step::Publish { dst: self.redo_address(index), words: self.record(index) });
+        draft.plan.publishes = true;
+        draft.plan.rounds = rounds;
+        let references = &refs.references[index * self.children.len()..][..self.children.len()];
+        let wants = (0..references.len()).filter(|&child| references[child].dst.is_some() && redo.failures == 0);
+        self.draft_writes(index, rounds, wants, draft);
+        true
+    }
+
+    pub(super) fn draft_writes(&self, index: usize, rounds: bool, to: impl Iterator<Item = usize>, draft: &mut Draft) {
+        let Some(refs) = &self.refs else { return };
+        let src = if rounds { self.bounce(index) } else { self.accumulator(index, 0) };
+        let slot = &self.slots[index];
+        let len_bytes = slot.elements.unwrap_or(0) * slot.element_bytes(false).unwrap_or(0) as u32;
+        for child in to {
+            let Some(dst) = refs.references[index * self.children.len() + child].dst else { continue };
+            if !draft.has_room(1) {
+                break;
+            }
+            draft.push(Step::Copy { src, dst, len_bytes });
+            draft.plan.writes.insert(child);
+        }
+    }
+}

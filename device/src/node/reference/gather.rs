@@ -1,0 +1,524 @@
+//! From the first pull to the last write: a slot's chains, what the processor does between them, and failures.
+//!
+//! The processor combines what the engine can't: contributions that came inline, and everything where the engine only
+//! copies (then through the bounce). Where an engine would round at every step what the contract rounds once
+//! (PROTOCOL 9), it counts as one that can't.
+
+use super::chain::{Draft, Place};
+use super::redo::nothing_at;
+use super::{Live, Node, Plan, RedoSlot};
+use crate::group::Failure;
+use crate::order::{Input, take};
+use crate::sets::ChildSet;
+use crate::slot::State;
+use sumac_hal::ctrl::{DropReason, Order};
+use sumac_hal::dma::{Chain, Completion, Engine, LocalMemory, Scope, Span, Status, Step, SubmitError, Tag};
+use sumac_hal::reduce::Kernel;
+use sumac_hal::time::Instant;
+use sumac_hal::wire::NakReason;
+
+/// Chains of a slot that may fail one after the other before the chunk is given up.
+const FAILURES_MAX: u16 = 4;
+
+/// How far a slot came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Turn {
+    /// Nothing to do until something arrives or completes.
+    Idle,
+    /// There may be more to do at once.
+    Again,
+    /// The engine has no room.
+    Full,
+}
+
+/// What is next to be combined.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Next {
+    /// What a child refers to.
+    Reference(usize),
+    /// What a child sent, in the stage of its own.
+    Inline(usize),
+    /// What all inline children sent, combined as it came.
+    InlineTogether,
+}
+
+impl Node<'_> {
+    /// Submit what chains there are to submit, and do what the processor has to do between them. Call it after
+    /// [`Node::submit`], [`Node::handle`], [`Node::handle_completion`] and control requests; false if the engine had no
+    /// room for all: then again after a completion.
+    ///
+    /// The engine is an argument as the time is: nothing of it is kept.
+    pub fn poll_dma<E: Engine + LocalMemory>(&mut self, engine: &mut E, now: Instant) -> bool {
+        let groups = self.storage.groups.len();
+        for turn in 0..groups {
+            let index = (self.dma_turn + turn) % groups;
+            let Some(mut live) = self.live(index) else { continue };
+            let done = live.work(engine, now);
+            live.note_output();
+            if !done {
+                // It goes on where it stopped; whoever is behind it comes next.
+                self.dma_turn = index;
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Take in the end of a chain.
+    pub fn handle_completion(&mut self, completion: &Completion) {
+        let slot = completion.tag.slot as usize;
+        let owns = |index: &usize| {
+            let group = self.storage.groups[*index].as_ref();
+            group.is_some_and(|group| group.by_reference.is_some() && group.slots.range().contains(&slot))
+        };
+        let Some(group) = (0..self.storage.groups.len()).find(owns) else {
+            return self.common.drop_packet(DropReason::Unexpected);
+        };
+        let Some(mut live) = self.live(group) else { return };
+        let index = slot - live.group.slots.start;
+        live.on_completion(index, completion);
+        self.free_if_quiet_and_closing(group);
+    }
+
+    fn free_if_quiet_and_closing(&mut self, index: usize) {
+        if self.storage.groups[index].as_ref().is_some_and(|group| group.is_closing()) {
+            self.free_if_quiet(index);
+        }
+    }
+}
+
+impl Live<'_> {
+    /// Let every slot that may go on do so. False: the engine is full.
+    fn work<E: Engine + LocalMemory>(&mut self, engine: &mut E, now: Instant) -> bool {
+        let oldest = self.slot_index(self.shard().below(self.group.min_have));
+        let Some(by_reference) = &mut self.group.by_reference else { return true };
+        if by_reference.is_closing() {
+            if !by_reference.aborted {
+                by_reference.aborted = true;
+                engine.abort(Scope(by_reference.scope));
+            }
+            return true;
+        }
+        // A slot leaves the set before it is worked on, and comes back only by what arrives: this ends.
+        while let Some(index) = self.group.by_reference.as_ref().and_then(|by| by.work.first_from(oldest)) {
+            if let Some(by_reference) = &mut self.group.by_reference {
+                by_reference.work.remove(index);
+            }
+            loop {
+                match self.advance(index, engine, now) {
+                    Turn::Again => {}
+                    Turn::Idle => break,
+                    Turn::Full => {
+                        self.stir(index);
+                        return false;
+                    }
+                }
+            }
+        }
+        true
+    }
+
+    fn redo(&mut self, index: usize) -> Option<&mut RedoSlot> {
+        self.refs.as_mut().map(|refs| &mut refs.redo[index])
+    }
+
+    fn by_reference(&self) -> ChildSet {
+        self.group.by_reference.as_ref().map_or(ChildSet::EMPTY, |by| by.children)
+    }
+
+    fn on_completion(&mut self, index: usize, completion: &Completion) {
+        let Some(redo) = self.redo(index).filter(|redo| redo.in_flight == Some(completion.tag)) else {
+            return self.common.drop_packet(DropReason::Unexpected);
+        };
+        redo.in_flight = None;
+        if completion.status == Status::Done {
+            redo.failures = 0;
+            self.commit(index);
+        } else {
+            redo.failures += 1;
+            redo.judging = true;
+        }
+        self.stir(index);
+    }
+
+    /// The plan of slot `index` has come true.
+    fn commit(&mut self, index: usize) {
+        let Some(redo) = self.redo(index) else { return };
+        let plan = core::mem::replace(&mut redo.plan, Plan::NOTHING);
+        redo.bounced = plan.bounces.or(redo.bounced);
+        redo.published |= plan.publishes;
+        redo.rounded |= plan.rounds;
+        redo.written = redo.written.union(&plan.writes);
+        redo.to_write = redo.to_write.without(&plan.writes);
+        (0..self.children.len())
+            .filter(|&child| plan.pulls.contains(child))
+            .for_each(|child| self.pulled(index, child));
+        if self.slots[index].state == State::Answered {
+            self.owe(index, &plan.writes);
+        }
+    }
+
+    /// Note that a child's contribution is in the accumulators: by reference, that is what sets its bit.
+    fn pulled(&mut self, index: usize, child: usize) {
+        let place = index * self.children.len() + child;
+        let is_reference = self.by_reference().contains(child);
+        let Some(refs) = &mut self.refs else { return };
+        refs.redo[index].pulled.insert(child);
+        if is_reference {
+            let wants = refs.references[place].dst.is_some();
+            self.slots[index].mark(child, refs.redo[index].data.contains(child), wants);
+        }
+    }
+
+    fn owe(&mut self, index: usize, children: &ChildSet) {
+        let (Some(refs), Some(by_reference)) = (&mut self.refs, &mut self.group.by_reference) else { return };
+        let redo = &mut refs.redo[index];
+        redo.owed = redo.owed.union(&children.both(&redo.present));
+        if !redo.owed.is_empty() {
+            by_reference.owed.insert(index);
+        }
+    }
+
+    fn advance<E: Engine + LocalMemory>(&mut self, index: usize, engine: &mut E, now: Instant) -> Turn {
+        let (slot, children) = (self.slots[index], self.children.len());
+        let seq = self.shard().global(slot.local);
+        let failed = self.group.failed.is_some_and(|failure| seq >= failure.from);
+        let Some(redo) = self.redo(index).filter(|redo| redo.in_flight.is_none()) else { return Turn::Idle };
+        if slot.state != State::Answered && failed {
+            return Turn::Idle;
+        }
+        if core::mem::take(&mut redo.judging) {
+            return self.judge_chain(index, engine, now);
+        }
+        let complete = redo.pulled.len() == children;
+        let ready = complete && (redo.published || self.brought(index).is_empty() || self.group.parent.is_some());
+        let done = match slot.state {
+            State::Filling if ready => self.complete_by_reference(index, engine),
+            State::Filling => self.gather(index, engine),
+            State::Answered => self.deliver(index, engine),
+            _ => return Turn::Idle,
+        };
+        // Its own memory fails a device only where it is broken, or the engine gone: no use trying again.
+        done.unwrap_or_else(|_| self.give_up(index, now))
+    }
+
+    /// A chain of slot `index` failed: find out what it did before.
+    fn judge_chain<E: LocalMemory>(&mut self, index: usize, engine: &mut E, now: Instant) -> Turn {
+        let record = self.record(index);
+        let found = self.read_record(index, engine);
+        let state = self.slots[index].state;
+        let Some(redo) = self.redo(index) else { return Turn::Idle };
+        redo.bounced = None;
+        let (plan, failures) = (redo.plan, redo.failures);
+        if state == State::Answered {
+            redo.plan = Plan::NOTHING;
+            if failures >= FAILURES_MAX {
+                redo.failures = 0;
+                self.give_up_writing(index, &plan.writes);
+            }
+            return Turn::Again;
+        }
+        if plan.publishes && found == Ok(record) {
+            // All of the result is there; whom it did not reach is written to again.
+            redo.plan.writes = ChildSet::EMPTY;
+            self.commit(index);
+            return Turn::Again;
+        }
+        redo.plan = Plan::NOTHING;
+        self.poison(index);
+        if found.is_err() || failures >= FAILURES_MAX { self.give_up(index, now) } else { Turn::Again }
+    }
+
+    /// The accumulators of slot `index` are spoilt: a new attempt begins (PROTOCOL 7).
+    fn poison(&mut self, index: usize) {
+        let by_reference = self.by_reference();
+        let Some(redo) = self.redo(index) else { return };
+        redo.pulled = ChildSet::EMPTY;
+        redo.finished = false;
+        let slot = &mut self.slots[index];
+        slot.attempt = slot.attempt.wrapping_add(1);
+        slot.bits = slot.bits.without(&by_reference);
+        slot.data = slot.data.without(&by_reference);
+        slot.want = slot.want.without(&by_reference);
+    }
+
+    /// The chunk can't be had, or not be delivered: say so to whom it concerns.
+    fn give_up(&mut self, index: usize, now: Instant) -> Turn {
+        if self.slots[index].state == State::Answered {
+            let left = self.refs.as_ref().map_or(ChildSet::EMPTY, |refs| refs.redo[index].to_write);
+            self.give_up_writing(index, &left);
+        } else {
+            let (from, op) = (self.shard().global(self.slots[index].local), self.slots[index].op);
+            // The one reason by which a subtree can say that it is its own fault.
+            self.refuse(index, Failure { from, reason: NakReason::Unsupported, ops: Some((op, op)) }, now);
+        }
+        Turn::Idle
+    }
+
+    fn give_up_writing(&mut self, index: usize, children: &ChildSet) {
+        let Some(redo) = self.redo(index) else { return };
+        redo.to_write = redo.to_write.without(children);
+        redo.broken = redo.broken.union(children);
+        self.owe(index, children);
+    }
+
+    /// Pull what is there, in order; at the root, when that is all, publish and write back in the same chain.
+    fn gather<E: Engine + LocalMemory>(&mut self, index: usize, engine: &mut E) -> Result<Turn, Status> {
+        let Some(refs) = &self.refs else { return Ok(Turn::Idle) };
+        let mut draft = Draft::new(refs.capabilities);
+        let combines = self.engine_combines(index);
+        loop {
+            let Some(refs) = &self.refs else { return Ok(Turn::Idle) };
+            let redo = &refs.redo[index];
+            let (bounced, pulled) = (redo.bounced, redo.pulled.union(&draft.plan.pulls));
+            let Some(next) = self.next(index, &pulled) else { break };
+            let place = self.place(index, next, &pulled);
+            match next {
+                Next::Reference(child) if combines => {
+                    if !self.draft_pull(index, child, place, &mut draft) {
+                        break;
+                    }
+                }
+                Next::Reference(child) if self.brings(index, child) && bounced.is_none() => {
+                    self.draft_bounce(index, child, &mut draft);
+                    break;
+                }
+                // What comes behind a chain, or behind the empty, waits for its turn.
+                _ if !draft.steps.is_empty() || !draft.plan.pulls.is_empty() => break,
+                _ => {
+                    self.combine_here(index, next, place, engine)?;
+                    return Ok(Turn::Again);
+                }
+            }
+        }
+        let all = self.refs.as_ref().is_some_and(|refs| {
+            refs.redo[index].pulled.union(&draft.plan.pulls).len() == self.children.len()
+                && draft.plan.bounces.is_none()
+        });
+        if all && self.group.parent.is_none() && !self.brought(index).is_empty() {
+            let stores = self.draft_store(index, &mut draft);
+            if !stores && draft.steps.is_empty() {
+                self.finish_here(index, engine)?;
+                return Ok(Turn::Again);
+            }
+        }
+        self.submit_draft(index, draft, engine)
+    }
+
+    /// Tell what is next to be combined, if it is there.
+    fn next(&self, index: usize, pulled: &ChildSet) -> Option<Next> {
+        let (refs, slot) = (self.refs.as_ref()?, &self.slots[index]);
+        let (present, by_reference) = (&refs.redo[index].present, self.by_reference());
+        if let Some(child) = refs.redo[index].bounced {
+            return Some(Next::Reference(usize::from(child)));
+        }
+        let children = self.children.len();
+        if matches!(self.group.config.order, Order::TreeFold | Order::TreePairwise) {
+            let child = pulled.len();
+            let reference = by_reference.contains(child);
+            let is_there =
+                child < children && if reference { present.contains(child) } else { slot.bits.contains(child) };
+            return is_there.then_some(if reference { Next::Reference(child) } else { Next::Inline(child) });
+        }
+        let inline = children - by_reference.len();
+        present.without(pulled).first().map(Next::Reference).or_else(|| {
+            let came = slot.bits.without(&by_reference);
+            let waiting = !came.without(pulled).is_empty();
+            (waiting && came.len() == inline && pulled.both(&by_reference) == by_reference)
+                .then_some(Next::InlineTogether)
+        })
+    }
+
+    fn place(&self, index: usize, next: Next, pulled: &ChildSet) -> Place {
+        let data = self.brought(index).both(pulled);
+        let child = match next {
+            Next::Reference(child) | Next::Inline(child) => child,
+            Next::InlineTogether => 0,
+        };
+        Place::of(self.group.config.order, self.children.len(), &data, child, !data.is_empty())
+    }
+
+    /// Return who brought data: inline or by reference, pulled or not.
+    pub(super) fn brought(&self, index: usize) -> ChildSet {
+        let references = self.refs.as_ref().map_or(ChildSet::EMPTY, |refs| refs.redo[index].data);
+        self.slots[index].data.union(&references)
+    }
+
+    pub(super) fn brings(&self, index: usize, child: usize) -> bool {
+        self.refs.as_ref().is_some_and(|refs| refs.redo[index].data.contains(child))
+    }
+
+    /// Write the answer to the children by reference that still want it; first, where it came from the parent, publish
+    /// it.
+    fn deliver<E: Engine + LocalMemory>(&mut self, index: usize, engine: &mut E) -> Result<Turn, Status> {
+        let Some(refs) = &self.refs else { return Ok(Turn::Idle) };
+        let redo = refs.redo[index];
+        if redo.to_write.is_empty() {
+            return Ok(Turn::Idle);
+        }
+        let mut draft = Draft::new(refs.capabilities);
+        if !redo.published {
+            self.clear_record(index, engine)?;
+            let (value, to) = (self.value(index), self.accumulator(index, 0));
+            let bytes = &self.bytes[value];
+            let span = Span { address: to, len_bytes: bytes.len() as u64 };
+            engine.with_local(span, nothing_at(to), |acc, _| acc.copy_from_slice(bytes))?;
+            draft.push(Step::Publish { dst: self.redo_address(index), words: self.record(index) });
+            draft.plan.publishes = true;
+        }
+        // After a failure one at a time, so that memory that can't be written to is in nobody's way.
+        let most = if redo.failures > 0 { 1 } else { self.children.len() };
+        let wants = (0..self.children.len()).filter(|&child| redo.to_write.contains(child)).take(most);
+        self.draft_writes(index, redo.rounded, wants, &mut draft);
+        self.submit_draft(index, draft, engine)
+    }
+
+    /// Hand a chain over; what needs no steps is done.
+    fn submit_draft<E: Engine>(&mut self, index: usize, draft: Draft, engine: &mut E) -> Result<Turn, Status> {
+        let first = self.group.slots.start;
+        let seq = self.shard().global(self.slots[index].local).0;
+        let scope = Scope(self.group.by_reference.as_ref().map_or(0, |by| by.scope));
+        let Some(redo) = self.redo(index) else { return Ok(Turn::Idle) };
+        let empties = !draft.plan.pulls.is_empty();
+        if draft.steps.is_empty() {
+            redo.plan = draft.plan;
+            self.commit(index);
+            return Ok(if empties { Turn::Again } else { Turn::Idle });
+        }
+        let tag = Tag { seq, slot: (first + index) as u32, attempt: redo.chains };
+        match engine.submit(Chain { tag, scope, steps: &draft.steps }) {
+            Ok(()) => {
+                redo.chains = redo.chains.wrapping_add(1);
+                redo.plan = draft.plan;
+                redo.in_flight = Some(tag);
+                Ok(Turn::Idle)
+            }
+            Err(SubmitError::Full { .. }) => Ok(Turn::Full),
+            Err(_) => Err(Status::Hardware),
+        }
+    }
+
+    /// Keep what came inline until its turn: in a stage of its own where the order is declared, else all in one.
+    pub(in crate::node) fn stage_inline(
+        &mut self,
+        index: usize,
+        child: usize,
+        kernel: Kernel,
+        input: Option<Input<'_>>,
+    ) {
+        let Some(input) = input else { return };
+        let apart = matches!(self.group.config.order, Order::TreeFold | Order::TreePairwise);
+        let mut others = self.slots[index].data.without(&self.by_reference());
+        others.remove(child);
+        let mut stages = self.stages(index);
+        let acc = stages.stage(if apart { child } else { 0 });
+        take(kernel, acc, input, !apart && !others.is_empty());
+    }
+
+    /// Combine what the processor has to, while no chain of the slot is in flight.
+    fn combine_here<E: LocalMemory>(
+        &mut self,
+        index: usize,
+        next: Next,
+        place: Place,
+        engine: &mut E,
+    ) -> Result<(), Status> {
+        if !self.has_begun(index) {
+            self.clear_record(index, engine)?;
+        }
+        let slot = self.slots[index];
+        let (target, len) = (self.accumulator(index, place.target), self.value_len(index));
+        let acc = Span { address: target, len_bytes: len as u64 };
+        let inline = slot.data.without(&self.by_reference());
+        let moved = slot.kernel().is_none();
+        match next {
+            Next::Reference(child) if self.brings(index, child) => {
+                let len_bytes = u64::from(slot.elements.unwrap_or(0)) * slot.element_bytes(false).unwrap_or(0) as u64;
+                let bounce = Span { address: self.bounce(index), len_bytes };
+                engine.with_local(acc, bounce, |acc, payload| put(slot.kernel(), acc, payload, false, place.first))?;
+            }
+            Next::Inline(child) if inline.contains(child) => {
+                let stage = self.stage_range(index, if moved { 0 } else { child }, len);
+                let payload = &self.bytes[stage];
+                engine.with_local(acc, nothing_at(target), |acc, _| {
+                    put(slot.kernel(), acc, payload, true, place.first)
+                })?;
+            }
+            Next::InlineTogether if !inline.is_empty() => {
+                let payload = &self.bytes[self.stage_range(index, 0, len)];
+                engine.with_local(acc, nothing_at(target), |acc, _| {
+                    put(slot.kernel(), acc, payload, true, place.first)
+                })?;
+            }
+            _ => {}
+        }
+        for (dst, src) in place.merging() {
+            let span = |n| Span { address: self.accumulator(index, n), len_bytes: len as u64 };
+            engine.with_local(span(dst), span(src), |acc, right| put(slot.kernel(), acc, right, true, false))?;
+        }
+        if let Some(redo) = self.redo(index) {
+            redo.bounced = None;
+        }
+        match next {
+            Next::Reference(child) | Next::Inline(child) => self.pulled(index, child),
+            Next::InlineTogether => {
+                let came = slot.bits.without(&self.by_reference());
+                (0..self.children.len())
+                    .filter(|&child| came.contains(child))
+                    .for_each(|child| self.pulled(index, child));
+            }
+        }
+        Ok(())
+    }
+
+    /// Make the result where the accumulators are.
+    fn finish_here<E: LocalMemory>(&mut self, index: usize, engine: &mut E) -> Result<(), Status> {
+        let (slot, ranks) = (self.slots[index], self.group.config.ranks.get());
+        let address = self.accumulator(index, 0);
+        if let Some(kernel) = slot.kernel() {
+            let span = Span { address, len_bytes: self.value_len(index) as u64 };
+            let count = slot.elements.unwrap_or(0) as usize;
+            engine.with_local(span, nothing_at(address), |acc, _| kernel.finish(acc, count, ranks))?;
+        }
+        if let Some(redo) = self.redo(index) {
+            redo.finished = true;
+        }
+        Ok(())
+    }
+
+    /// Everybody is in, and at the root the result is published: fetch what goes on as packets, and answer or send up.
+    fn complete_by_reference<E: LocalMemory>(&mut self, index: usize, engine: &mut E) -> Result<Turn, Status> {
+        let slot = self.slots[index];
+        let is_root = self.group.parent.is_none();
+        let has_value = !slot.data.is_empty();
+        let size = slot.element_bytes(!is_root).unwrap_or(0);
+        let len = if has_value { slot.elements.unwrap_or(0) as usize * size } else { 0 };
+        let inline_wants = !slot.want.without(&self.by_reference()).is_empty();
+        if len > 0 && (!is_root || inline_wants) {
+            let rounded = self.refs.as_ref().is_some_and(|refs| refs.redo[index].rounded);
+            let address = if rounded { self.bounce(index) } else { self.accumulator(index, 0) };
+            let stage = self.stage_range(index, 0, len);
+            let bytes = &mut self.bytes[stage];
+            let value = Span { address, len_bytes: len as u64 };
+            engine.with_local(nothing_at(address), value, |_, value| bytes.copy_from_slice(value))?;
+        }
+        self.common.counters.completed += 1;
+        self.group.window.grow();
+        self.slots[index].value_len = len as u16;
+        if is_root {
+            self.answer(index);
+            return Ok(Turn::Again);
+        }
+        self.slots[index].state = State::Up;
+        self.group.up.insert(index);
+        Ok(Turn::Idle)
+    }
+}
+
+/// Combine, or copy what comes first; what is only moved is always first.
+fn put(kernel: Option<Kernel>, acc: &mut [u8], payload: &[u8], partial: bool, first: bool) {
+    match kernel {
+        Some(kernel) => take(kernel, acc, Input { payload, partial }, !first),
+        None => acc.copy_from_slice(payload),
+    }
+}

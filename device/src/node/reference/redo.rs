@@ -1,0 +1,67 @@
+//! Where things lie in a redo slot, and its record (the table is in `mod.rs`).
+
+use super::{HEAD_BYTES, Live, Node};
+use core::ops::Range;
+use sumac_hal::dma::{Address, LocalMemory, Span, Status};
+use sumac_hal::wire::crc32c;
+
+impl Live<'_> {
+    /// Return the words that publish the result of slot `index`. The checksum is of the record itself: that the bytes
+    /// of the result are whole is what the order of a chain promises.
+    pub(super) fn record(&self, index: usize) -> [u64; 2] {
+        let seq = self.shard().global(self.slots[index].local).0;
+        let (group, epoch) = (self.group.config.group.0, self.group.config.epoch.to_bits());
+        let mut bytes = [0; 16];
+        bytes[..4].copy_from_slice(&group.to_le_bytes());
+        bytes[4..8].copy_from_slice(&epoch.to_le_bytes());
+        bytes[8..].copy_from_slice(&seq.to_le_bytes());
+        [u64::from(epoch) << 32 | u64::from(crc32c(&bytes)), seq]
+    }
+
+    pub(super) fn read_record<E: LocalMemory>(&self, index: usize, engine: &mut E) -> Result<[u64; 2], Status> {
+        let address = self.redo_address(index);
+        engine.with_local(nothing_at(address), Span { address, len_bytes: 16 }, |_, bytes| {
+            let word = |at: usize| bytes[at..at + 8].iter().rev().fold(0, |word, &byte| word << 8 | u64::from(byte));
+            [word(0), word(8)]
+        })
+    }
+
+    pub(super) fn clear_record<E: LocalMemory>(&self, index: usize, engine: &mut E) -> Result<(), Status> {
+        let address = self.redo_address(index);
+        engine.with_local(Span { address, len_bytes: 16 }, nothing_at(address), |bytes, _| bytes.fill(0))
+    }
+
+    /// Return the length of the accumulators of slot `index` in bytes.
+    pub(super) fn value_len(&self, index: usize) -> usize {
+        let slot = &self.slots[index];
+        slot.elements.unwrap_or(0) as usize * slot.element_bytes(true).unwrap_or(0)
+    }
+
+    pub(super) fn stage_range(&self, index: usize, stage: usize, len: usize) -> Range<usize> {
+        let start = (index * self.group.stages + stage) * usize::from(self.group.config.chunk_len_bytes);
+        start..start + len
+    }
+
+    pub(super) fn redo_address(&self, index: usize) -> Address {
+        let config = &self.group.config;
+        let slot = Node::redo_slot_len_bytes(config.order, self.children.len() as u16, config.chunk_len_bytes);
+        let memory = self.refs.as_ref().map_or(Address::default(), |refs| refs.memory);
+        Address { offset_bytes: memory.offset_bytes + (index * slot) as u64, ..memory }
+    }
+
+    pub(super) fn bounce(&self, index: usize) -> Address {
+        let slot = self.redo_address(index);
+        Address { offset_bytes: slot.offset_bytes + HEAD_BYTES as u64, ..slot }
+    }
+
+    pub(super) fn accumulator(&self, index: usize, which: usize) -> Address {
+        let bounce = self.bounce(index);
+        let skip = (1 + which) as u64 * u64::from(self.group.config.chunk_len_bytes);
+        Address { offset_bytes: bounce.offset_bytes + skip, ..bounce }
+    }
+}
+
+/// An empty part of the device's memory, for work on one span only.
+pub(super) fn nothing_at(address: Address) -> Span {
+    Span { address, len_bytes: 0 }
+}

@@ -1,0 +1,294 @@
+//! The rings' side: submissions are checked and kept, answers handed out.
+//!
+//! A rank's ring is its own, so who submits is known; everything else in an entry is its word. A run of chunks is taken
+//! whole or not at all, so that what is refused can be told at once and has left nothing behind.
+
+use super::{Live, Node, Reference};
+use crate::group::Failure;
+use crate::node::child::agree;
+use crate::node::supported;
+use crate::slot::State;
+use sumac_hal::dma::{Address, RegionError, RegionTable};
+use sumac_hal::ids::{ChunkNo, Rank};
+use sumac_hal::mmio::{CompletionEntry, Contribution, EntryStatus};
+use sumac_hal::op::OpDesc;
+use sumac_hal::shard::RUN;
+use sumac_hal::time::Instant;
+use sumac_hal::wire::NakReason;
+
+/// A run of chunks as one child submitted it, once it was found well-formed.
+struct Submitted {
+    child: usize,
+    op: OpDesc,
+    /// The first chunk's local number.
+    local: u64,
+    /// Bytes of an element in the child's memory; 0 where nothing is said about memory.
+    element_bytes: usize,
+    /// Elements of a full chunk.
+    limit: usize,
+}
+
+impl Submitted {
+    /// Return the elements of chunk `next` of the run.
+    fn elements(&self, entry: &Contribution, next: usize) -> usize {
+        (entry.elements as usize - next * self.limit).min(self.limit)
+    }
+
+    /// Return where chunk `next` of the run is, behind `base`.
+    fn address(&self, base: Address, next: usize) -> Option<Address> {
+        let skip = (next * self.limit * self.element_bytes) as u64;
+        Some(Address { offset_bytes: base.offset_bytes.checked_add(skip)?, ..base })
+    }
+}
+
+impl Node<'_> {
+    /// Take in what `owner` submitted through its ring at `now`. Its regions are held until [`Node::poll_answer`] has
+    /// answered it, chunk by chunk.
+    ///
+    /// # Errors
+    /// What to answer at once; nothing was taken.
+    pub fn submit<const N: usize>(
+        &mut self,
+        owner: Rank,
+        entry: &Contribution,
+        regions: &mut RegionTable<N>,
+        now: Instant,
+    ) -> Result<(), EntryStatus> {
+        let index = self.find(entry.group).ok_or(EntryStatus::UnknownGroup)?;
+        let mut live = self.live(index).ok_or(EntryStatus::UnknownGroup)?;
+        let child = live.children.iter().position(|child| child.owner == Some(owner));
+        let child = child.ok_or(EntryStatus::UnknownGroup)?;
+        if entry.epoch != live.group.config.epoch {
+            return Err(EntryStatus::StaleEpoch);
+        }
+        live.group.lease_until = now + live.group.lease();
+        let submitted = live.check_entry(child, entry)?;
+        let have = entry.seq.0.checked_sub(u64::from(entry.lag)).map(ChunkNo).ok_or(EntryStatus::Malformed)?;
+        if live.shard().below(have) > live.group.answered_below {
+            return Err(EntryStatus::Malformed);
+        }
+        live.note_have(child, have);
+        for next in 0..usize::from(entry.count) {
+            live.check_chunk(&submitted, entry, next)?;
+        }
+        hold(owner, entry, &submitted, regions)?;
+        for next in 0..usize::from(entry.count) {
+            live.take_chunk(&submitted, entry, next, now);
+        }
+        live.note_output();
+        Ok(())
+    }
+
+    /// Return the next answer for a ring, and whose ring it is; the child's regions are released.
+    pub fn poll_answer<const N: usize>(&mut self, regions: &mut RegionTable<N>) -> Option<(Rank, CompletionEntry)> {
+        for index in 0..self.storage.groups.len() {
+            let Some(mut live) = self.live(index) else { continue };
+            let Some((owner, answer, reference)) = live.next_answer() else { continue };
+            for address in [reference.src, reference.dst].into_iter().flatten() {
+                regions.release(address.region);
+            }
+            if self.storage.groups[index].as_ref().is_some_and(|group| group.is_closing()) {
+                self.free_if_quiet(index);
+            }
+            return Some((owner, answer));
+        }
+        None
+    }
+}
+
+/// Hold every region of a run, or none.
+fn hold<const N: usize>(
+    owner: Rank,
+    entry: &Contribution,
+    submitted: &Submitted,
+    regions: &mut RegionTable<N>,
+) -> Result<(), EntryStatus> {
+    let bases = || [entry.src, entry.dst].into_iter().flatten();
+    let each = (0..usize::from(entry.count)).flat_map(|next| bases().map(move |base| (next, base)));
+    for (held, (next, base)) in each.clone().enumerate() {
+        let len_bytes = (submitted.elements(entry, next) * submitted.element_bytes) as u64;
+        let address = submitted.address(base, next).ok_or(EntryStatus::OutOfBounds);
+        let taken = address.and_then(|address| {
+            regions.hold(owner, address, len_bytes).map_err(|error| match error {
+                RegionError::OutOfBounds { .. } => EntryStatus::OutOfBounds,
+                RegionError::Stale { .. } => EntryStatus::StaleRegion,
+                _ => EntryStatus::BadRegion,
+            })
+        });
+        if let Err(status) = taken {
+            each.take(held).for_each(|(_, base)| {
+                regions.release(base.region);
+            });
+            return Err(status);
+        }
+    }
+    Ok(())
+}
+
+/// Return what a ring is told of a group's failure.
+fn status_of(reason: NakReason) -> EntryStatus {
+    match reason {
+        NakReason::Mismatch => EntryStatus::Mismatch,
+        NakReason::Unsupported => EntryStatus::Unsupported,
+        _ => EntryStatus::PathLost,
+    }
+}
+
+impl Live<'_> {
+    /// Check what can be checked of a run without looking at slots.
+    fn check_entry(&self, child: usize, entry: &Contribution) -> Result<Submitted, EntryStatus> {
+        let Contribution { seq, count, collective, dtype, op, .. } = *entry;
+        let in_run = (1..=RUN - seq.0 % RUN).contains(&u64::from(count));
+        let local = self.shard().local(seq).filter(|_| in_run).ok_or(EntryStatus::Malformed)?;
+        let op = OpDesc { collective, dtype, op, ..OpDesc::barrier() };
+        let nothing = Submitted { child, op, local, element_bytes: 0, limit: 0 };
+        let bases = [entry.src, entry.dst];
+        if bases == [None, None] {
+            return Ok(nothing);
+        }
+        let limit = usize::from(self.group.config.chunk_len_bytes).checked_div(op.partial_bytes()).unwrap_or(0);
+        let elements = entry.elements as usize;
+        if limit == 0 || elements == 0 || elements.div_ceil(limit) != usize::from(count) {
+            return Err(EntryStatus::Malformed);
+        }
+        let submitted = Submitted { element_bytes: op.element_bytes(), limit, ..nothing };
+        let mask = self.refs.as_ref().map_or(0, |refs| u64::from(refs.capabilities.alignment_bytes) - 1);
+        let step = if count > 1 { (limit * submitted.element_bytes) as u64 } else { 0 };
+        if bases.into_iter().flatten().any(|base| (base.offset_bytes | step) & mask != 0) {
+            return Err(EntryStatus::Misaligned);
+        }
+        Ok(submitted)
+    }
+
+    /// Check that chunk `next` of a run can be taken.
+    fn check_chunk(&self, submitted: &Submitted, entry: &Contribution, next: usize) -> Result<(), EntryStatus> {
+        let local = submitted.local + next as u64;
+        let have = self.shard().below(self.children[submitted.child].have);
+        if local >= have + self.group.window_local {
+            return Err(EntryStatus::Window);
+        }
+        let index = self.slot_index(local);
+        let slot = &self.slots[index];
+        if !slot.holds(local) {
+            let behind = slot.state != State::Free && slot.local > local;
+            let status = if behind { EntryStatus::Malformed } else { EntryStatus::Window };
+            return if self.is_reusable(index) && !behind { Ok(()) } else { Err(status) };
+        }
+        let Some(refs) = &self.refs else { return Err(EntryStatus::UnknownGroup) };
+        let redo = &refs.redo[index];
+        let twice = redo.present.contains(submitted.child) || slot.bits.contains(submitted.child);
+        if twice || !matches!(slot.state, State::Filling | State::Refused) {
+            return Err(EntryStatus::Malformed);
+        }
+        // Where operations differ, so may shapes: that is found out, and told to everybody, when it is taken.
+        if entry.signature != slot.signature {
+            return Ok(());
+        }
+        let moved_twice =
+            slot.kernel().is_none() && entry.src.is_some() && !(redo.data.is_empty() && slot.data.is_empty());
+        let elements = (submitted.limit > 0).then(|| submitted.elements(entry, next));
+        let differs = elements.zip(slot.elements).is_some_and(|(ours, theirs)| ours != theirs as usize);
+        if moved_twice || differs { Err(EntryStatus::Malformed) } else { Ok(()) }
+    }
+
+    /// Take chunk `next` of a run: everything that could be refused at once has been checked.
+    fn take_chunk(&mut self, submitted: &Submitted, entry: &Contribution, next: usize, now: Instant) {
+        let Submitted { child, op, .. } = *submitted;
+        let local = submitted.local + next as u64;
+        let index = self.slot_index(local);
+        let seq = self.shard().global(local);
+        if !self.slots[index].holds(local) {
+            self.begin(index, local, op, entry.signature);
+        }
+        self.common.counters.contributions += 1;
+        let place = index * self.children.len() + child;
+        let (Some(refs), Some(by_reference)) = (&mut self.refs, &mut self.group.by_reference) else { return };
+        let at = |base: Option<Address>| base.and_then(|base| submitted.address(base, next));
+        refs.references[place] = Reference { src: at(entry.src), dst: at(entry.dst) };
+        let redo = &mut refs.redo[index];
+        redo.present.insert(child);
+        if self.group.failed.is_some_and(|failure| seq >= failure.from) {
+            redo.owed.insert(child);
+            by_reference.owed.insert(index);
+            return;
+        }
+        let slot = &mut self.slots[index];
+        let (first, refused) = (slot.op, slot.state == State::Refused);
+        let uses_memory = submitted.limit > 0;
+        let reason = if entry.signature != slot.signature || !agree(&op, &first) {
+            Some((NakReason::Mismatch, first, op))
+        } else if uses_memory && !supported(&op) {
+            Some((NakReason::Unsupported, op, op))
+        } else {
+            None
+        };
+        if let Some((reason, first, other)) = reason {
+            return self.refuse(index, Failure { from: seq, reason, ops: Some((first, other)) }, now);
+        }
+        if refused {
+            return;
+        }
+        if uses_memory {
+            slot.elements = Some(submitted.elements(entry, next) as u32);
+        }
+        if entry.src.is_some() {
+            redo.data.insert(child);
+        }
+        by_reference.work.insert(index);
+    }
+
+    /// Return the next answer that may be given, the lowest chunk's first.
+    fn next_answer(&mut self) -> Option<(Rank, CompletionEntry, Reference)> {
+        let oldest = self.slot_index(self.shard().below(self.group.min_have));
+        let (refs, by_reference) = (self.refs.as_mut()?, self.group.by_reference.as_mut()?);
+        if by_reference.owed.is_empty() {
+            return None;
+        }
+        let slots = self.slots.len();
+        let (index, child) = (0..slots).map(|turn| (oldest + turn) % slots).find_map(|index| {
+            if !by_reference.owed.contains(index) {
+                return None;
+            }
+            let redo = &refs.redo[index];
+            // An answer gives the memory back: it waits for what may touch it.
+            let child = match redo.in_flight {
+                None => redo.owed.first(),
+                Some(_) if self.slots[index].state == State::Answered => redo.owed.without(&redo.plan.writes).first(),
+                Some(_) => None,
+            };
+            child.map(|child| (index, child))
+        })?;
+        let redo = &mut refs.redo[index];
+        let slot = &self.slots[index];
+        let seq = self.common.config.shard.global(slot.local);
+        let status = if redo.written.contains(child) {
+            EntryStatus::Result
+        } else if let Some(status) = by_reference.closing {
+            status
+        } else if redo.broken.contains(child) {
+            EntryStatus::Hardware
+        } else if slot.state == State::Answered {
+            EntryStatus::Done
+        } else {
+            self.group.failed.map_or(EntryStatus::PathLost, |failure| status_of(failure.reason))
+        };
+        redo.owed.remove(child);
+        redo.present.remove(child);
+        if redo.owed.is_empty() {
+            by_reference.owed.remove(index);
+        }
+        let place = index * self.children.len() + child;
+        let reference = core::mem::replace(&mut refs.references[place], Reference::EMPTY);
+        let config = &self.group.config;
+        let answer = CompletionEntry::Answer {
+            status,
+            group: config.group,
+            epoch: config.epoch,
+            seq,
+            count: 1,
+            window: self.group.granted(),
+            stable: self.group.stable(),
+        };
+        Some((self.children[child].owner?, answer, reference))
+    }
+}

@@ -1,0 +1,334 @@
+//! The rules one by one: references, shapes, ends of groups, engines that stay broken, and a leaf below an inline root.
+
+use super::*;
+use crate::node::tests::{LEASE_MS, PARENT, Sent, child_addr};
+use sumac_hal::ctrl::{DropReason, Order, Request, Response};
+use sumac_hal::dma::{Completion, Status, Step, Tag};
+use sumac_hal::ids::Epoch;
+use sumac_hal::op::{Collective, OpDesc};
+use sumac_hal::wire::{Flags, Kind, NakReason, Repr};
+
+const TWO: Setup = Setup {
+    children: 2,
+    window: 4,
+    slots: 8,
+    order: Order::TreeFold,
+    has_parent: false,
+    shard: sumac_hal::shard::Shard::WHOLE,
+    chunk_len_bytes: 64,
+    groups: 1,
+    receive_buffer_bytes: 1 << 20,
+    shares: false,
+};
+
+fn both() -> World {
+    World::new(TWO, 0b11, World::full())
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
+
+#[test]
+fn a_chunk_of_a_root_is_one_chain_that_publishes_before_it_writes() {
+    let mut world = both();
+    world.contribute(1, 0);
+    assert_eq!(world.engine.in_flight, [], "pulled in order: child 0 is first");
+    world.contribute(0, 0);
+    let [(tag, _, steps)] = &world.engine.in_flight[..] else { panic!("one chain") };
+    assert_eq!((tag.seq, tag.slot), (0, 0));
+    assert!(
+        matches!(
+            steps[..],
+            [
+                Step::Publish { words: [0, 0], .. },
+                Step::Copy { .. },
+                Step::Reduce { .. },
+                Step::Store { .. },
+                Step::Publish { words: [_, 0], .. },
+                Step::Copy { .. },
+                Step::Copy { .. }
+            ]
+        ),
+        "{steps:?}"
+    );
+    assert_eq!(world.take_answers(), []);
+    world.run_all();
+    assert_eq!(world.take_answers(), [(0, 0, EntryStatus::Result), (1, 0, EntryStatus::Result)]);
+    assert_eq!(bits(&world.memory(1, 0)), bits(&expression(Order::TreeFold, &[0, 1], 0)));
+}
+
+#[test]
+fn what_is_wrong_with_an_entry_is_told_at_once_and_leaves_nothing() {
+    let mut world = both();
+    let good = world.entry(0, 0);
+    let foreign = world.address(1, 0);
+    let old = Address { region: RegionKey { generation: 7, ..foreign.region }, ..foreign };
+    let behind = world.address(0, CHUNKS);
+    let last = Address { offset_bytes: u64::MAX - 3, ..behind };
+    let cases = [
+        (Contribution { group: group_id(1), ..good }, EntryStatus::UnknownGroup),
+        (Contribution { epoch: Epoch { term: 9, counter: 9 }, ..good }, EntryStatus::StaleEpoch),
+        (Contribution { src: Some(foreign), ..good }, EntryStatus::BadRegion),
+        (Contribution { dst: Some(foreign), ..good }, EntryStatus::BadRegion),
+        (Contribution { dst: Some(old), ..good }, EntryStatus::BadRegion),
+        (Contribution { src: Some(behind), ..good }, EntryStatus::OutOfBounds),
+        (Contribution { dst: Some(last), ..good }, EntryStatus::OutOfBounds),
+        (Contribution { elements: 0, ..good }, EntryStatus::Malformed),
+        (Contribution { elements: 17, ..good }, EntryStatus::Malformed),
+        (Contribution { count: 17, elements: 17 * 16, ..good }, EntryStatus::Malformed),
+        (Contribution { lag: 1, ..good }, EntryStatus::Malformed),
+        (Contribution { seq: ChunkNo(4), lag: 4, ..good }, EntryStatus::Window),
+        (Contribution { seq: ChunkNo(1), lag: 0, ..good }, EntryStatus::Malformed),
+        (Contribution { seq: ChunkNo(3), lag: 3, count: 2, elements: 32, ..good }, EntryStatus::Window),
+        (Contribution { dtype: None, ..good }, EntryStatus::Malformed),
+    ];
+    for (entry, status) in cases {
+        assert_eq!(world.submit(0, &entry), Err(status), "{entry:?}");
+    }
+    let stranger = world.rig.node.submit(Rank(5), &good, &mut world.regions, world.rig.now);
+    assert_eq!(stranger, Err(EntryStatus::UnknownGroup));
+    assert_eq!((world.engine.in_flight.len(), world.rig.node.counters().contributions), (0, 0));
+    assert_eq!(world.submit(0, &good), Ok(()));
+    assert_eq!(world.submit(0, &good), Err(EntryStatus::Malformed), "twice");
+    let key = good.src.expect("by reference").region;
+    assert_eq!(world.regions.deregister(owner(0), key), Ok(false), "held by the good one");
+    let next = world.entry(0, 1);
+    assert_eq!(world.submit(0, &next), Err(EntryStatus::StaleRegion));
+}
+
+#[test]
+fn misaligned_references_are_told_so() {
+    let mut world = World::new(TWO, 0b11, World::full().with_alignment(64));
+    let entry = world.entry(0, 0);
+    let odd = Contribution { dst: Some(world.address(0, 1)), ..entry };
+    assert_eq!(world.submit(0, &odd), Err(EntryStatus::Misaligned));
+    assert_eq!(world.submit(0, &entry), Ok(()));
+}
+
+#[test]
+fn a_run_is_cut_into_chunks_and_its_last_one_may_be_short() {
+    let mut world = both();
+    for child in 0..2 {
+        let entry = Contribution { count: 3, elements: 40, ..world.entry(child, 0) };
+        assert_eq!(world.submit(child, &entry), Ok(()));
+    }
+    world.run_all();
+    assert_eq!(world.take_answers().len(), 6);
+    // 40 elements are what five of the other tests' chunks have.
+    for seq in 0..5 {
+        assert_eq!(bits(&world.memory(0, seq)), bits(&expression(Order::TreeFold, &[0, 1], seq)));
+    }
+    assert_eq!(bits(&world.memory(0, 5)), bits(&values(0, 5)), "not one element more");
+}
+
+#[test]
+fn no_packet_passes_for_a_child_by_reference() {
+    let mut world = both();
+    world.rig.data(0, 0, &values(0, 0));
+    let repr = world.rig.up(Kind::Ref, 0, 0);
+    world.rig.put(child_addr(0), repr, &[]);
+    assert_eq!(world.rig.dropped(DropReason::BadSource), 2);
+    assert_eq!(world.rig.node.counters().contributions, 0);
+}
+
+#[test]
+fn an_engine_that_stays_broken_fails_the_chunk_for_everybody() {
+    let mut world = World::new(TWO, 0b01, World::full());
+    world.contribute(1, 0);
+    world.contribute(0, 0);
+    let mut tags = Vec::new();
+    while let Some((tag, ..)) = world.engine.in_flight.first() {
+        tags.push(*tag);
+        assert!(tags.len() < 100, "it must end");
+        world.complete(0, Some(1));
+    }
+    assert_eq!(tags.len(), 4);
+    assert!(tags.windows(2).all(|pair| pair[0] < pair[1]), "each try has a tag of its own");
+    assert_eq!(world.take_answers(), [(0, 0, EntryStatus::Unsupported)]);
+    let told: Vec<Sent> = world.rig.drain();
+    assert!(matches!(&told[..], [nak] if nak.is_nak(NakReason::Unsupported) && nak.to == child_addr(1)), "{told:?}");
+    assert_eq!(bits(&world.memory(0, 0)), bits(&values(0, 0)), "the input is intact");
+    let late = world.entry(0, 1);
+    assert_eq!(world.submit(0, &late), Ok(()));
+    assert_eq!(world.take_answers(), [(0, 1, EntryStatus::Unsupported)], "and what comes later is told the same");
+}
+
+#[test]
+fn memory_that_cannot_be_written_is_in_nobodys_way() {
+    let mut world = both();
+    world.contribute(1, 0);
+    world.contribute(0, 0);
+    // All is published; the write to child 0 fails, now and ever.
+    let published = world.engine.in_flight[0].2.len() - 2;
+    world.complete(0, Some(published));
+    let bad = world.address(0, 0);
+    while let Some((_, _, steps)) = world.engine.in_flight.first() {
+        assert_eq!(steps.len(), 1, "nothing is pulled again, one is written to at a time: {steps:?}");
+        let fails = (steps[0].dst() == bad).then_some(0);
+        world.complete(0, fails);
+    }
+    assert_eq!(world.take_answers(), [(0, 0, EntryStatus::Hardware), (1, 0, EntryStatus::Result)]);
+    assert_eq!(bits(&world.memory(1, 0)), bits(&expression(Order::TreeFold, &[0, 1], 0)));
+}
+
+#[test]
+fn a_poisoned_slot_is_a_new_attempt_and_nothing_inline_is_sent_again() {
+    let mut world = World::new(Setup { has_parent: true, ..TWO }, 0b10, World::full());
+    world.contribute(0, 0);
+    world.contribute(1, 0);
+    world.complete(0, Some(1));
+    world.run_all();
+    let sent = world.rig.drain();
+    let [up] = &sent[..] else { panic!("no Nak, one contribution: {sent:?}") };
+    assert_eq!((up.repr.kind, up.repr.attempt), (Kind::Data, 1));
+    assert_eq!(bits(&up.floats()), bits(&expression(Order::TreeFold, &[0, 1], 0)));
+}
+
+#[test]
+fn a_leaf_by_reference_below_an_inline_root() {
+    for fails in [None, Some(0), Some(1), Some(2)] {
+        let mut world = World::new(Setup { children: 3, has_parent: true, ..TWO }, 0b101, World::full());
+        (0..3).rev().for_each(|child| world.contribute(child, 0));
+        world.run_all();
+        let sent = world.rig.drain();
+        let [up] = &sent[..] else { panic!("one contribution: {sent:?}") };
+        assert_eq!((up.to, up.repr.kind), (PARENT, Kind::Data));
+        assert!(up.repr.flags.contains(Flags::PARTIAL | Flags::WANT));
+        assert_eq!(bits(&up.floats()), bits(&expression(Order::TreeFold, &[0, 1, 2], 0)));
+        assert_eq!(bits(&world.memory(0, 0)), bits(&values(0, 0)), "nothing is written before the root has spoken");
+        let result = [2.5; ELEMENTS];
+        let down = Repr { seq: ChunkNo(0), ..world.rig.down(Kind::Result, 0, up.repr.token) };
+        world.rig.put(PARENT, down, &floats(&result));
+        world.poll();
+        assert!(world.rig.drain().iter().all(|sent| sent.to == child_addr(1) && sent.floats() == result));
+        // The engine checks that the result is published before it is written.
+        world.complete(0, fails);
+        world.run_all();
+        let mut answers = world.take_answers();
+        answers.sort_unstable_by_key(|answer| answer.0);
+        assert_eq!(answers, [(0, 0, EntryStatus::Result), (2, 0, EntryStatus::Result)]);
+        assert_eq!([world.memory(0, 0), world.memory(2, 0)], [result.to_vec(), result.to_vec()]);
+    }
+}
+
+#[test]
+fn different_operations_are_told_to_both() {
+    let mut world = both();
+    world.contribute(0, 0);
+    let other = Contribution { signature: 77, ..world.entry(1, 0) };
+    assert_eq!(world.submit(1, &other), Ok(()));
+    world.run_all();
+    let mut answers = world.take_answers();
+    answers.sort_unstable_by_key(|answer| answer.0);
+    assert_eq!(answers, [(0, 0, EntryStatus::Mismatch), (1, 0, EntryStatus::Mismatch)]);
+}
+
+#[test]
+fn a_group_that_ends_gives_memory_back_only_when_its_chains_have() {
+    for by_lease in [false, true] {
+        let mut world = both();
+        (0..2).rev().for_each(|child| world.contribute(child, 0));
+        world.contribute(1, 1);
+        if by_lease {
+            world.rig.pass_ms(u64::from(LEASE_MS) + 1);
+        } else {
+            let released = world.rig.node.control(&Request::ReleaseGroup(group_id(0)), world.rig.now);
+            assert_eq!(released, Response::Done);
+        }
+        assert!(!world.rig.node.has_group(group_id(0)));
+        world.poll();
+        assert_eq!(world.take_answers(), [(1, 1, EntryStatus::Fenced)], "the engine is at work on chunk 0");
+        assert_eq!(world.engine.aborts.len(), 1);
+        let again =
+            world.rig.node.control(&Request::CreateGroup(crate::node::tests::group_config(&TWO, 0)), world.rig.now);
+        assert!(matches!(again, Response::Refused(_)), "its entries are in use");
+        assert_eq!(world.rig.node.poll_timeout(), None);
+        world.complete(0, Some(3));
+        assert_eq!(world.take_answers(), [(0, 0, EntryStatus::Fenced), (1, 0, EntryStatus::Fenced)]);
+        assert_eq!(bits(&world.memory(1, 0)), bits(&values(1, 0)));
+        let again =
+            world.rig.node.control(&Request::CreateGroup(crate::node::tests::group_config(&TWO, 0)), world.rig.now);
+        assert_eq!(again, Response::Done);
+        assert_eq!(world.rig.node.attach(group_id(0), &[(ChildIndex(0), owner(0))]), Ok(()));
+    }
+}
+
+#[test]
+fn completions_of_nothing_are_counted_and_change_nothing() {
+    let mut world = both();
+    (0..2).for_each(|child| world.contribute(child, 0));
+    let tag = world.engine.in_flight[0].0;
+    for tag in [
+        Tag { attempt: tag.attempt + 1, ..tag },
+        Tag { seq: 8, ..tag },
+        Tag { slot: 7, ..tag },
+        Tag { slot: 70, ..tag },
+    ] {
+        world.rig.node.handle_completion(&Completion { tag, status: Status::Done, step: 1 });
+    }
+    world.poll();
+    assert_eq!((world.rig.dropped(DropReason::Unexpected), world.take_answers()), (4, vec![]));
+    world.run_all();
+    assert_eq!(world.take_answers().len(), 2);
+}
+
+#[test]
+fn what_is_only_moved_goes_from_either_kind_to_either_kind() {
+    let op = OpDesc { collective: Collective::Broadcast, op: None, ..OP };
+    for root in 0..3_u16 {
+        for profile in Profile::ALL {
+            let mut world = World::new(Setup { children: 3, ..TWO }, 0b011, Capabilities::new(profile, 64, 64));
+            for child in 0..3_u16 {
+                if child < 2 {
+                    let entry = world.entry(child, 0);
+                    let (src, dst) = (entry.src.filter(|_| child == root), entry.dst.filter(|_| child != root));
+                    let entry = Contribution { collective: op.collective, op: None, src, dst, ..entry };
+                    assert_eq!(world.submit(child, &entry), Ok(()));
+                } else {
+                    let (kind, payload) =
+                        if child == root { (Kind::Data, floats(&values(2, 0))) } else { (Kind::Empty, vec![]) };
+                    let mut repr = world.rig.up(kind, child, 0);
+                    repr.set_op(&op);
+                    repr.flags.set(Flags::WANT, child != root);
+                    world.rig.put(child_addr(child), repr, &payload);
+                    world.poll();
+                }
+            }
+            world.run_all();
+            let found = world.take_answers();
+            assert!(
+                found.len() == 2
+                    && found.iter().all(|&(child, _, status)| (status == EntryStatus::Done) == (child == root))
+            );
+            let sent = world.rig.drain();
+            let [sent] = &sent[..] else { panic!("one child is inline: {sent:?}") };
+            assert!(root == 2 || sent.floats() == values(root, 0));
+            assert!((0..2).all(|child| world.memory(child, 0) == values(root, 0)), "{root} {profile}");
+        }
+    }
+}
+
+#[test]
+fn a_barrier_needs_no_memory() {
+    let mut world = both();
+    for child in 0..2 {
+        let entry = world.entry(child, 0);
+        let entry =
+            Contribution { collective: Collective::Barrier, dtype: None, op: None, src: None, dst: None, ..entry };
+        assert_eq!(world.submit(child, &entry), Ok(()));
+    }
+    assert_eq!(world.take_answers(), [(0, 0, EntryStatus::Done), (1, 0, EntryStatus::Done)]);
+    assert_eq!(world.engine.in_flight, []);
+}
+
+#[test]
+fn children_are_attached_once_at_the_beginning() {
+    use super::super::AttachError;
+    let mut world = both();
+    let one = [(ChildIndex(0), owner(0))];
+    assert_eq!(world.rig.node.attach(group_id(0), &one), Err(AttachError::Begun(group_id(0))));
+    assert_eq!(world.rig.node.attach(group_id(1), &one), Err(AttachError::NoGroup(group_id(1))));
+    let mut plain = Rig::new(TWO);
+    assert_eq!(plain.node.attach(group_id(0), &one), Err(AttachError::NoReferences));
+}
