@@ -60,7 +60,7 @@ pub(crate) fn run(args: &DevicesArgs) -> Result<(), Failure> {
         }
     }
     if found.is_empty() {
-        eprintln!(
+        tell!(
             "no cards in {}: is the rshim service running, and is no other side using the card?",
             args.root.display()
         );

@@ -45,6 +45,13 @@ impl From<io::Error> for Failure {
     }
 }
 
+/// Print a line on stderr, for whoever still reads it.
+pub(crate) fn tell(line: std::fmt::Arguments<'_>) {
+    use std::io::Write;
+    // Nobody is left to be told that it failed.
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
 /// Print the failure, if there is one, and return the status.
 pub(crate) fn report(outcome: Result<(), Failure>) -> ExitCode {
     let (error, status) = match outcome {
@@ -57,7 +64,7 @@ pub(crate) fn report(outcome: Result<(), Failure>) -> ExitCode {
         Err(Failure::Run(error)) => (error, 1),
         Err(Failure::Input(error)) => (error, 2),
     };
-    eprintln!("error: {}", chain(&error));
+    tell!("error: {}", chain(&error));
     ExitCode::from(status)
 }
 

@@ -7,6 +7,11 @@
 //! Invariants: results go to stdout and everything else to stderr; the exit status is one of those in
 //! [`exit`]; no outside input (option, file, environment, peer) panics.
 
+/// Print a line on stderr. A reader that has gone away misses it; that is no reason to end, as `eprintln!` would.
+macro_rules! tell {
+    ($($arg:tt)*) => { $crate::exit::tell(format_args!($($arg)*)) };
+}
+
 mod address;
 mod args;
 mod cluster;

@@ -244,3 +244,16 @@ fn a_reader_that_goes_away_is_no_crash() {
     let output = perf.wait_with_output().expect("ended");
     assert!(!stderr(&output).contains("panicked"), "{}", stderr(&output));
 }
+
+/// Nobody reads stderr: what is said there is lost, and the status is still the run's.
+#[test]
+fn messages_that_nobody_reads_are_no_crash() {
+    let mut perf = Command::new(env!("CARGO_BIN_EXE_sumac"))
+        .args(["perf", "--algo", "bruck", "-e", "8"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("started");
+    drop(perf.stderr.take());
+    assert_eq!(perf.wait().expect("ended").code(), Some(1), "no way is possible: a failed run, not a panic");
+}

@@ -103,7 +103,7 @@ impl Child {
             each_line(errors, |line| {
                 // The error that ends a child comes with the supervisor's own message.
                 if !line.starts_with("error: ") {
-                    bar.suspend(|| eprintln!("{name}: {line}"));
+                    bar.suspend(|| tell!("{name}: {line}"));
                 }
                 let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
                 if kept.len() == STDERR_LINES {

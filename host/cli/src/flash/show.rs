@@ -93,16 +93,16 @@ impl Display {
 
     /// Show what is on the card now.
     pub(super) fn card(&self, card: &Card, had: Option<&Record>) {
-        eprintln!("{}", card.line());
+        tell!("{}", card.line());
         match had {
             Some(Record { version, epoch, sha256 }) => {
                 let version = version.as_deref().unwrap_or("without a manifest");
-                eprintln!(
+                tell!(
                     "flashed from here last: {version}, epoch {epoch}, sha256 {}",
                     &sha256.get(..16).unwrap_or(sha256)
                 );
             }
-            None => eprintln!("not flashed from here before"),
+            None => tell!("not flashed from here before"),
         }
     }
 
@@ -115,7 +115,7 @@ impl Display {
         let signed = key
             .map_or_else(|| "NOT CHECKED for a signature".into(), |key| format!("signed by {}", envelope::key_id(key)));
         let (len, sha256) = (checked.report.len_bytes, hex(&checked.sha256[..8]));
-        eprintln!("image: {version}, epoch {epoch}, {len} bytes for {generation}, {signed}, sha256 {sha256}");
+        tell!("image: {version}, epoch {epoch}, {len} bytes for {generation}, {signed}, sha256 {sha256}");
     }
 
     /// Say that nothing was done.
@@ -194,8 +194,8 @@ impl Display {
         match failure {
             None => Ok(()),
             Some(failure) => {
-                eprintln!("error: {}: {failure}", card.folder().display());
-                eprintln!("what to do: {}", failure.advice());
+                tell!("error: {}: {failure}", card.folder().display());
+                tell!("what to do: {}", failure.advice());
                 Err(Exit::Status(exit_status))
             }
         }
@@ -206,10 +206,10 @@ impl Display {
         let misc = card.folder().join("misc");
         match restored {
             Restored::NotTouched => {}
-            Restored::Yes => eprintln!("the card's settings are as before"),
+            Restored::Yes => tell!("the card's settings are as before"),
             Restored::No(why) => {
                 let misc = misc.display();
-                eprintln!(
+                tell!(
                     "the card's settings are NOT restored ({why}); once the driver answers: echo \"BOOT_MODE 1\" > {misc}"
                 );
             }
@@ -250,7 +250,7 @@ impl Bar {
         if self.json {
             tracing::info!("{line}");
         } else {
-            self.bar.suspend(|| eprintln!("{line}"));
+            self.bar.suspend(|| tell!("{line}"));
         }
     }
 }

@@ -80,7 +80,7 @@ pub(super) fn run(args: &BuildArgs) -> Result<(), Failure> {
     let signed = if key.is_some() { "signed" } else { "not signed (--sign-key)" };
     writeln!(io::stdout(), "{}: {count} images, version {version}, {signed}", args.output.display())?;
     if args.base.is_none() {
-        eprintln!("note: without --base there is no boot loader in it; a card boots it only from one that it has");
+        tell!("note: without --base there is no boot loader in it; a card boots it only from one that it has");
     }
     Ok(())
 }

@@ -151,7 +151,7 @@ impl Making {
         };
         let report = report.map_err(|error| file.failure(error))?;
         for note in &report.notes {
-            eprintln!("note: {}: {note}", path.display());
+            tell!("note: {}: {note}", path.display());
         }
         self.builder.insert_stream(&source, &report, drop).map_err(|error| file.failure(error))
     }
@@ -186,7 +186,7 @@ impl Making {
             None => false,
         };
         if !fits {
-            eprintln!(
+            tell!(
                 "note: the manifest says something else than what is in the stream now; it is left out. Make a new one with --image-version"
             );
             self.builder.remove(ImageId::INFO);

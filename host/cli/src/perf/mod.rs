@@ -89,7 +89,7 @@ fn measure(
             Ok(ranks) => ranks,
             Err(why) => {
                 if told.insert(why.clone()) {
-                    bar.suspend(|| eprintln!("# {} {} left out: {why}", case.collective, case.algo));
+                    bar.suspend(|| tell!("# {} {} left out: {why}", case.collective, case.algo));
                 }
                 bar.inc(1);
                 continue;
@@ -100,7 +100,7 @@ fn measure(
         bar.suspend(|| write_row(args, &row))?;
         let fallback = ranks.iter().find_map(|rank| rank.fallback.clone());
         if let Some(why) = fallback.filter(|why| told.insert(why.clone())) {
-            bar.suspend(|| eprintln!("# {} {} took {}: {why}", row.collective, row.algo, row.path));
+            bar.suspend(|| tell!("# {} {} took {}: {why}", row.collective, row.algo, row.path));
         }
         bar.inc(1);
     }

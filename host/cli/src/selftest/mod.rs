@@ -101,7 +101,7 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
     let devices = args.chosen(known).map_err(Failure::Input)?;
     if !report.jobs.is_empty() {
         let jobs = report.jobs.len();
-        eprintln!("# {jobs} jobs are running: what they send counts into loss, latency and bandwidth");
+        tell!("# {jobs} jobs are running: what they send counts into loss, latency and bandwidth");
     }
     let mut tester = Tester { args, controller, supervisor, rows: Vec::new(), alone: BTreeMap::new(), jobs: 0 };
     if !args.json {
