@@ -3,9 +3,9 @@
 use super::core::Core;
 use crate::choice::{Algo, Declared, Situation};
 use crate::coll::Place;
-use crate::controller::proto::{JoinRequest, TreeMembership};
+use crate::controller::proto::JoinRequest;
 use crate::controller::{ClientError, Session};
-use crate::endpoint::{Endpoint, EndpointConfig};
+use crate::endpoint::Endpoint;
 use crate::exec::{JobToken, Mesh, MeshError, TreeDriver};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::sync::Arc;
@@ -174,7 +174,7 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
             if tree.shared.is_some() && shared_key.is_none() {
                 tracing::info!(job = config.job, %rank, "can't listen to the shared address: results come one by one");
             }
-            let endpoint = endpoint_config(&tree, shared_key, (rank, world), table_version);
+            let endpoint = tree.endpoint((rank, world), shared_key, table_version);
             Some(TreeDriver::new(Endpoint::new(endpoint), port))
         }
         Err(why) => {
@@ -196,31 +196,4 @@ fn listen_to(port: &mut UdpPort, first: Addr, shards: usize) -> bool {
         return false;
     }
     true
-}
-
-fn endpoint_config(
-    tree: &TreeMembership,
-    shared_key: Option<u64>,
-    (rank, ranks): (Rank, u32),
-    table_version: u32,
-) -> EndpointConfig {
-    let mut salt = [0; 4];
-    // Tells lives apart; without randomness the key, which differs by group, still does.
-    let _ = rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty());
-    EndpointConfig {
-        group: tree.group,
-        epoch: tree.epoch,
-        rank,
-        ranks,
-        child: tree.child,
-        key: tree.key,
-        shared_key,
-        parents: tree.parents.clone(),
-        window_max: tree.window_max,
-        window_start: tree.window_start,
-        chunk_len_bytes: tree.chunk_len_bytes,
-        timers: tree.timers.into(),
-        table_version,
-        salt: u32::from_le_bytes(salt) ^ tree.key as u32,
-    }
 }

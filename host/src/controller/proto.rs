@@ -1,6 +1,7 @@
 //! What ranks and a controller say to each other, in the frames of [`sumac_hal::ctrl`].
 
 use crate::choice::{CostTable, TreeFacts};
+use crate::endpoint::EndpointConfig;
 use crate::plan::Child;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
@@ -159,6 +160,32 @@ pub struct TreeMembership {
     pub timers: TimersConfig,
     /// What the choice of a path needs.
     pub facts: TreeFacts,
+}
+
+impl TreeMembership {
+    /// Describe the endpoint of rank `rank` of `ranks` in a life of its own; `shared_key` if its port listens to the
+    /// shared address.
+    pub fn endpoint(&self, (rank, ranks): (Rank, u32), shared_key: Option<u64>, table_version: u32) -> EndpointConfig {
+        let mut salt = [0; 4];
+        // Tells lives apart; without randomness the key, which differs by group, still does.
+        let _ = rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty());
+        EndpointConfig {
+            group: self.group,
+            epoch: self.epoch,
+            rank,
+            ranks,
+            child: self.child,
+            key: self.key,
+            shared_key,
+            parents: self.parents.clone(),
+            window_max: self.window_max,
+            window_start: self.window_start,
+            chunk_len_bytes: self.chunk_len_bytes,
+            timers: self.timers.into(),
+            table_version,
+            salt: u32::from_le_bytes(salt) ^ self.key as u32,
+        }
+    }
 }
 
 /// The state of the controller's world.

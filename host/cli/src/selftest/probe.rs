@@ -7,9 +7,9 @@
 use crate::cluster::ClusterError;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
-use sumac::controller::proto::{JoinRequest, TreeMembership};
+use sumac::controller::proto::JoinRequest;
 use sumac::controller::{ClientError, Session};
-use sumac::endpoint::{Buffers, Endpoint, EndpointConfig, EndpointError, EndpointStats, Event, OpId, PostError};
+use sumac::endpoint::{Buffers, Endpoint, EndpointError, EndpointStats, Event, OpId, PostError};
 use sumac::exec::TreeDriver;
 use sumac::{Dtype, OpDesc, Order, Path, ReduceOp};
 use sumac_hal::ids::Rank;
@@ -85,7 +85,10 @@ impl Probe {
         if tree.parents.is_empty() || tree.window_max == 0 {
             return Err(ProbeError::NoTree(format!("a tree with leaf {:?} but no way to it", tree.leaf)));
         }
-        let endpoint = Endpoint::new(config(&tree, membership.table.version));
+        let endpoint = Endpoint::new(
+            // One rank has nobody to share an answer with.
+            tree.endpoint((Rank(0), 1), None, membership.table.version),
+        );
         let driver = TreeDriver::new(endpoint, port);
         Ok(Self { session: Some(session), driver, buffer: OneBuffer(Vec::new()), sent: Vec::new(), timeout })
     }
@@ -161,27 +164,6 @@ impl Buffers for OneBuffer {
 
     fn output(&mut self, _op: OpId) -> &mut [u8] {
         &mut self.0
-    }
-}
-
-fn config(tree: &TreeMembership, table_version: u32) -> EndpointConfig {
-    EndpointConfig {
-        group: tree.group,
-        epoch: tree.epoch,
-        rank: Rank(0),
-        ranks: 1,
-        child: tree.child,
-        key: tree.key,
-        // One rank has nobody to share an answer with.
-        shared_key: None,
-        parents: tree.parents.clone(),
-        window_max: tree.window_max,
-        window_start: tree.window_start,
-        chunk_len_bytes: tree.chunk_len_bytes,
-        timers: tree.timers.into(),
-        table_version,
-        // The key is drawn anew for each group, and so for each life of this endpoint.
-        salt: tree.key as u32,
     }
 }
 
