@@ -205,7 +205,15 @@ impl Worker {
         events: Sender<Event>,
         at_end: impl FnOnce() -> Vec<Event> + Send + 'static,
     ) -> io::Result<Self> {
-        let handle = pidfd_open(Pid::from_child(&process), PidfdFlags::empty())?;
+        let handle = match pidfd_open(Pid::from_child(&process), PidfdFlags::empty()) {
+            Ok(handle) => handle,
+            Err(error) => {
+                // Nobody could watch it, so it must not go on.
+                let _ = process.kill();
+                let _ = process.wait();
+                return Err(error.into());
+            }
+        };
         let answers = process.stdout.take();
         thread::spawn(move || {
             let is_done = answers.is_some_and(|answers| forward(answers, &events));

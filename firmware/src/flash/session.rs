@@ -236,7 +236,7 @@ impl Session {
         self.is_misc_busy = false;
         match (&mut self.ending, setting, result) {
             // An old driver does not know it, and then it was not set either.
-            (Some(_), Setting::ClearOnRead(_), _) => {}
+            (Some(_), Setting::ClearOnRead(_), _) if !self.clears_log => {}
             (Some(ending), _, Err(errno)) if ending.step == Step::Restoring => {
                 ending.trouble.get_or_insert_with(|| format!("{}: {errno}", setting.key()));
             }
@@ -256,7 +256,12 @@ impl Session {
     fn on_misc(&mut self, result: Result<Box<Misc>, Errno>, now: Instant) {
         self.is_misc_busy = false;
         let is_stale = self.stale_readings > 0;
-        self.stale_readings = self.stale_readings.saturating_sub(1);
+        if result.is_ok() {
+            self.stale_readings = self.stale_readings.saturating_sub(1);
+        } else {
+            // The one that was under way has failed; the next may still show lines from before.
+            self.stale_readings = self.stale_readings.min(1);
+        }
         let misc = match result {
             Ok(misc) => misc,
             Err(errno) => return self.on_misc_failed(errno, now),
@@ -372,7 +377,8 @@ impl Session {
         }
         if self.was_boot_opened {
             self.queue.push_back(Command::Set(Setting::BootMode(self.boot_mode_before)));
-            if self.stage == Stage::Writing {
+            // Opening resets the card already, and a card without a stream stays where it is.
+            if matches!(self.stage, Stage::Opening | Stage::Writing) {
                 self.queue.push_back(Command::Set(Setting::Reset));
             }
         }

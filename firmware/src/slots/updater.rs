@@ -126,6 +126,8 @@ pub enum UpdateError<E> {
 /// An update that is being written.
 #[derive(Debug)]
 struct Writing {
+    /// Where it goes.
+    slot: Slot,
     offer: Offer,
     digest: Sha256,
     len_bytes: u64,
@@ -195,8 +197,21 @@ impl Updater {
         self.notice.take()
     }
 
-    fn target(&self) -> Slot {
-        self.running.as_ref().map_or(Slot::A, |running| running.slot.other())
+    /// Return the slot to write to, and the epoch of what stays: that which runs or, started from elsewhere (over rshim),
+    /// the best that there is, so that one slot always holds a whole payload.
+    fn target<D: BlockDevice>(&self, slots: &mut Slots<D>) -> Result<(Slot, Option<u64>), UpdateError<D::Error>> {
+        if let Some(running) = &self.running {
+            return Ok((running.slot.other(), Some(running.record.epoch)));
+        }
+        let mut best = None;
+        for slot in Slot::ALL {
+            let Some(record) = slots.record(slot)?.filter(Record::may_start) else { continue };
+            if slots.is_whole(slot, &record)? {
+                best = best.max(Some((record.state == State::Confirmed, record.sequence, slot.index(), record.epoch)));
+            }
+        }
+        let kept = best.and_then(|(_, _, index, epoch)| Some((*Slot::ALL.get(index)?, epoch)));
+        Ok(kept.map_or((Slot::A, None), |(slot, epoch)| (slot.other(), Some(epoch))))
     }
 
     fn begin<D: BlockDevice>(&mut self, offer: &Offer, slots: &mut Slots<D>) -> Result<(), UpdateError<D::Error>> {
@@ -204,8 +219,10 @@ impl Updater {
         if self.running.as_ref().is_some_and(|running| running.record.state != State::Confirmed) {
             return Err(UpdateError::OnTrial);
         }
-        let (epoch, slot) = (offer.epoch, self.target());
-        if let Some(running) = self.running.as_ref().map(|running| running.record.epoch).filter(|had| epoch < *had) {
+        self.notice = None;
+        let epoch = offer.epoch;
+        let (slot, kept) = self.target(slots)?;
+        if let Some(running) = kept.filter(|had| epoch < *had) {
             return Err(UpdateError::Rollback { epoch, running });
         }
         if offer.version.len() > VERSION_MAX_BYTES {
@@ -218,6 +235,7 @@ impl Updater {
         slots.write_record(slot, record(offer, State::Empty, 0))?;
         self.writing = Some(Writing {
             offer: offer.clone(),
+            slot,
             digest: Sha256::new(),
             len_bytes: 0,
             rest: Vec::new(),
@@ -227,8 +245,8 @@ impl Updater {
     }
 
     fn chunk<D: BlockDevice>(&mut self, bytes: &[u8], slots: &mut Slots<D>) -> Result<(), UpdateError<D::Error>> {
-        let slot = self.target();
         let writing = self.writing.as_mut().ok_or(UpdateError::NotBegun)?;
+        let slot = writing.slot;
         writing.len_bytes = writing.len_bytes.saturating_add(bytes.len() as u64);
         writing.check_length(|len_bytes, offered| len_bytes <= offered)?;
         writing.digest.update(bytes);
@@ -242,8 +260,8 @@ impl Updater {
     }
 
     fn finish<D: BlockDevice>(&mut self, slots: &mut Slots<D>) -> Result<(), UpdateError<D::Error>> {
-        let slot = self.target();
         let mut writing = self.writing.take().ok_or(UpdateError::NotBegun)?;
+        let slot = writing.slot;
         writing.check_length(|len_bytes, offered| len_bytes == offered)?;
         if writing.digest.finalize_reset()[..] != writing.offer.sha256 {
             return Err(UpdateError::Digest);
@@ -271,8 +289,9 @@ impl Updater {
     fn confirm<D: BlockDevice>(&mut self, slots: &mut Slots<D>) -> Result<(), UpdateError<D::Error>> {
         // Once the time is over, the roll-back has been announced, and stays.
         if let (Some(running), Some(_)) = (&mut self.running, self.deadline) {
-            running.record.state = State::Confirmed;
-            running.record = slots.write_record(running.slot, running.record.clone())?;
+            // Not confirmed before that is written: else the next update would take the place of what is.
+            let record = Record { state: State::Confirmed, ..running.record.clone() };
+            running.record = slots.write_record(running.slot, record)?;
             self.deadline = None;
             self.notice = Some(Notice::Confirmed);
         }
