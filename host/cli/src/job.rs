@@ -1,8 +1,8 @@
 //! What a supervisor says to the ranks that it starts, and what they answer: JSON, one object a line.
 //!
 //! A rank reads one [`RankJob`] from stdin and prints [`Report`]s on stdout: [`Report::Joined`], then one
-//! [`Report::Measured`] or [`Report::NotPossible`] a case, or one [`Report::Combined`]. A rank that fails prints nothing more, says why
-//! on stderr and exits with status 1.
+//! [`Report::Measured`], [`Report::NotPossible`] or [`Report::Explained`] a case, or one [`Report::Combined`]. A rank that
+//! fails prints nothing more, says why on stderr and exits with status 1.
 
 use crate::collective::Piece;
 use crate::options::Algo;

@@ -140,7 +140,7 @@ impl ArrayFile {
     pub(crate) fn read(&self, tensor: &Tensor, fortran_order: bool, to: &mut [u8]) -> Result<(), FileError> {
         let read = |to: &mut [u8]| File::open(&self.path)?.read_exact_at(to, tensor.offset);
         let io_error = |source| FileError::Io { path: self.path.clone(), source };
-        if fortran_order == tensor.fortran_order || tensor.shape.len() < 2 {
+        if fortran_order == tensor.fortran_order || tensor.shape.len() < 2 || to.is_empty() {
             return read(to).map_err(io_error);
         }
         let mut bytes = vec![0; to.len()];

@@ -2,7 +2,7 @@
 //!
 //! Source: NEP 1 and `numpy/lib/format.py`. A file is the magic `\x93NUMPY`, two bytes of version, the header's length (16
 //! bits in version 1, else 32), the header, and the elements. The header is a Python dictionary literal with
-//! exactly the keys `descr`, `fortran_order` and `shape`, which is read here strictly.
+//! the keys `descr`, `fortran_order` and `shape` and no others, which is read here strictly.
 
 mod header;
 

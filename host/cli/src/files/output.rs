@@ -99,7 +99,7 @@ impl Output {
         for (nth, output) in outputs.iter().enumerate() {
             if let Err(error) = fs::rename(&output.temporary, &output.path) {
                 for published in &outputs[..nth] {
-                    // What can't be removed either is named by the error below as the set that is not whole.
+                    // Best effort: one that can't be removed stays.
                     let _ = fs::remove_file(&published.path);
                 }
                 return Err(error).with_context(|| format!("cannot write {}", output.path.display()));

@@ -101,6 +101,8 @@ impl Outputs {
     pub(super) fn create(&self, path: &Path) -> Result<Output, Failure> {
         let create = || -> anyhow::Result<Output> {
             anyhow::ensure!(path.file_name().is_some() && !path.is_dir(), "not the name of a file");
+            // A device would be replaced by a file beside it, and never be written.
+            anyhow::ensure!(!path.exists() || path.is_file(), "is there, and is no ordinary file");
             let folder = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
             let mode = Permissions::from_mode(0o666);
             let file = tempfile::Builder::new().prefix(".sumac-").permissions(mode).tempfile_in(folder)?;

@@ -66,7 +66,7 @@ impl Snapshot {
         let (Some(now), Some(then)) = (self.devices.get(device), before.devices.get(device)) else {
             return DeviceDelta::default();
         };
-        let whole = |counters: &Counters| counters.packets_in - counters.dropped(DropReason::Malformed);
+        let whole = |counters: &Counters| counters.packets_in.saturating_sub(counters.dropped(DropReason::Malformed));
         DeviceDelta {
             received: whole(now).saturating_sub(whole(then)),
             packets_out: now.packets_out.saturating_sub(then.packets_out),
