@@ -255,7 +255,8 @@ fn the_readmes_program_runs() {
     let cluster = Cluster::start(1, 2);
     // A test of one file alone does not build examples.
     let build = ["build", "--quiet", "--package", "sumac-tests", "--example", "readme"];
-    let built = std::process::Command::new(env!("CARGO")).args(build).status().expect("cargo runs");
+    let release = (!cfg!(debug_assertions)).then_some("--release");
+    let built = std::process::Command::new(env!("CARGO")).args(build).args(release).status().expect("cargo runs");
     assert!(built.success());
     let here = std::env::current_exe().expect("this test's file");
     let path = here.parent().and_then(std::path::Path::parent).expect("a target directory").join("examples/readme");

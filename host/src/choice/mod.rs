@@ -244,12 +244,13 @@ pub fn explain(situation: &Situation, desc: &OpDesc, requested: Algo) -> Explana
     let schedules = schedules
         .map(|algorithm| Candidate { path: algorithm.path(), cost_s: judge_schedule(situation, desc, algorithm) });
     let mut candidates: Vec<Candidate> = std::iter::once(tree).chain(schedules).collect();
-    if let Some(path) = forced.filter(|path| candidates.iter().all(|candidate| candidate.path != *path)) {
+    let overridden = situation.table.overridden(desc).filter(|_| forced.is_none());
+    if let Some(path) = forced.or(overridden).filter(|path| candidates.iter().all(|candidate| candidate.path != *path))
+    {
         let none = RuledOut::Collective { path: path.name(), collective: desc.collective };
         candidates.push(Candidate { path, cost_s: Err(none) });
     }
     let possible = candidates.iter().filter_map(|candidate| Some((candidate.path, *candidate.cost_s.as_ref().ok()?)));
-    let overridden = situation.table.overridden(desc).filter(|_| forced.is_none());
     let wanted = |wanted: Path| possible.clone().map(|(path, _)| path).find(|&path| path == wanted);
     let chosen = match forced {
         Some(forced) => wanted(forced),
@@ -430,5 +431,8 @@ mod tests {
         assert_ne!(taken(Order::Arrival, 7, Algo::Auto), Some(Path::Ring));
         assert_eq!(taken(Order::Arrival, 8, Algo::HalvingDoubling), Some(Path::HalvingDoubling));
         assert_eq!(taken(Order::TreeFold, 8, Algo::Auto), Some(Path::Tree), "not possible in this order");
+        let broadcast = explain(&with(Order::Arrival), &OpDesc::broadcast(Dtype::F32, Rank(0), 8), Algo::Auto);
+        let told = broadcast.candidates.iter().find(|candidate| candidate.path == Path::Ring).expect("a reason");
+        assert!(matches!(told.cost_s, Err(RuledOut::Collective { .. })) && broadcast.chosen.is_some());
     }
 }

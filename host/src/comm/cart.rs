@@ -73,7 +73,8 @@ impl Cart {
     pub fn neighbour(&self, rank: u32, axis: &str, distance: i64) -> Option<u32> {
         let index = self.index(axis)?;
         let mut places = self.coordinates(rank)?;
-        let place = (i64::from(places[index]) + distance).rem_euclid(i64::from(self.axes[index].1));
+        let len = i64::from(self.axes[index].1);
+        let place = (i64::from(places[index]) + distance.rem_euclid(len)) % len;
         places[index] = place as u32;
         self.rank(&places)
     }
@@ -147,6 +148,7 @@ mod tests {
     fn neighbours_go_round() {
         assert_eq!(grid().neighbour(0, "pipeline", -1), Some(8));
         assert_eq!(grid().neighbour(8, "pipeline", 4), Some(0));
+        assert_eq!(grid().neighbour(0, "pipeline", i64::MAX), Some(4), "2^63 - 1 is 1 round an axis of 3");
         assert_eq!(grid().neighbour(24, "pipeline", 1), None);
     }
 

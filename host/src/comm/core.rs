@@ -7,7 +7,7 @@ use super::join::JoinConfig;
 use super::progress::Deadline;
 use super::{CallOptions, Outcome};
 use crate::choice::{Explanation, Situation, explain};
-use crate::coll::pairwise;
+use crate::coll::{Buffer, Schedule, pairwise};
 use crate::controller::Session;
 use crate::endpoint::OpId;
 use crate::exec::{Buffers, ExecError, Mesh, TreeDriver};
@@ -248,6 +248,7 @@ impl Core {
         let desc = OpDesc { collective, dtype: Some(dtype), op: None, root: Rank(0), count: 0 };
         let schedule = pairwise::all_to_all_v(self.mesh.place(), send_counts, recv_counts)
             .map_err(|error| Error::Argument(error.to_string()))?;
+        check_uneven(&schedule, dtype, &buffers)?;
         let deadline = self.deadline(options);
         let begun = self.mark();
         let path = Path::Pairwise;
@@ -378,10 +379,13 @@ impl Core {
         result
     }
 
-    pub(super) fn usable(&self) -> Result<(), Error> {
+    pub(super) fn usable(&mut self) -> Result<(), Error> {
         match &self.ended {
             Some(error) => Err(Error::Ended(Box::new(error.clone()))),
-            None if self.lost.is_cancelled() => Err(Error::Cancelled),
+            None if self.lost.is_cancelled() => {
+                self.note_end(&Error::Cancelled);
+                Err(Error::Cancelled)
+            }
             None => Ok(()),
         }
     }
@@ -461,6 +465,19 @@ impl Core {
             session.leave();
         }
     }
+}
+
+/// Check the buffers of an exchange of uneven blocks before anything is told to anybody.
+fn check_uneven(schedule: &Schedule, dtype: Dtype, buffers: &Buffers<'_>) -> Result<(), Error> {
+    let Buffers::Separate { input, output } = buffers else { return Ok(()) };
+    for (what, found, which) in [("an input", input.len(), Buffer::Input), ("an output", output.len(), Buffer::Output)]
+    {
+        let expected = schedule.layout().len(which) * dtype.size_bytes();
+        if found != expected {
+            return Err(Error::Argument(format!("{what} of {found} bytes, where the counts add up to {expected}")));
+        }
+    }
+    Ok(())
 }
 
 /// Multiply a rank's own contribution to a premultiplied sum by the scalar of the call: in place, or, where the input

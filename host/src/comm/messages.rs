@@ -152,7 +152,7 @@ impl Core {
     /// A message that fails ends the communicator, unless nothing was sent.
     fn message_result<R>(&mut self, result: Result<R, ExecError>) -> Result<R, Error> {
         result.map_err(|error| {
-            let error = Error::from(error);
+            let error = if self.lost.is_cancelled() { Error::Cancelled } else { Error::from(error) };
             self.note_end(&error);
             error
         })

@@ -73,7 +73,7 @@ pub struct CallOptions {
     pub algo: Option<Algo>,
     /// How long the call may take.
     pub deadline: Option<Duration>,
-    /// What this rank multiplies its own contribution by; for [`ReduceOp::PremulSum`](sumac_hal::op::ReduceOp::PremulSum) alone, where it is 1 by default.
+    /// What this rank multiplies its own contribution by, in place where input and output are one buffer; for [`ReduceOp::PremulSum`](sumac_hal::op::ReduceOp::PremulSum) alone, where it is 1 by default.
     pub scalar: Option<f64>,
 }
 
@@ -150,8 +150,8 @@ impl Communicator {
     }
 }
 
-/// Ends a communicator from another thread: the call that waits returns [`Error::Cancelled`], as does every later one,
-/// and the other ranks are told that this one is lost. What an operation had written is chunk by chunk old or new.
+/// Ends a communicator from another thread: the call that waits, or else the next, returns [`Error::Cancelled`], every
+/// later one [`Error::Ended`], and the other ranks are told then that this one is lost. What an operation had written is chunk by chunk old or new.
 #[derive(Debug, Clone)]
 pub struct Canceller {
     lost: Arc<Lost>,

@@ -173,8 +173,8 @@ impl Core {
         self.scheduled += 1;
         let (mesh, mut along) = self.along();
         // What is told to the tree leaves before the schedule begins.
-        along.check()?;
-        let result = execute(mesh, schedule, kernel.as_ref(), buffers, &ctx, &mut along);
+        let told = along.check();
+        let result = told.and_then(|()| execute(mesh, schedule, kernel.as_ref(), buffers, &ctx, &mut along));
         let mismatch = along.mismatch;
         match (result, mismatch) {
             (Err(_), Some(error)) => Err(error.into()),

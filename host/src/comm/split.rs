@@ -3,7 +3,9 @@
 //! Each is a group of its own (PROTOCOL 1), with its own sequence of chunks, so operations of several communicators
 //! overlap freely. Names tell them apart in every log line: `job/0.3` is color 3 of the job's first split.
 
-use super::{Communicator, Error, JoinConfig, JoinError};
+use super::{Buffers, CallOptions, Communicator, Error, JoinConfig, JoinError};
+use crate::choice::Algo;
+use sumac_hal::op::{Dtype, OpDesc};
 use thiserror::Error as ThisError;
 
 /// Why a communicator could not be split.
@@ -51,7 +53,11 @@ impl Communicator {
     ) -> Result<Option<Self>, SplitError> {
         let own = [color.map_or(-1, i64::from), key];
         let mut all = vec![0; 2 * self.size() as usize];
-        let exchanged = self.all_gather(&own, &mut all);
+        // By whatever way there is: the communicator's own choice may be one that has no all-gather.
+        let options = CallOptions { algo: Some(Algo::Auto), ..CallOptions::default() };
+        let desc = OpDesc::all_gather(Dtype::I64, all.len() as u64);
+        let (input, output) = (bytemuck::cast_slice(&own), bytemuck::cast_slice_mut(&mut all));
+        let exchanged = self.run(&desc, Buffers::Separate { input, output }, &options);
         exchanged.map_err(|source| SplitError::Exchange { name: self.name(), source })?;
         // Counted at ranks without a color too: they take part in the next split.
         let (mut config, nth) = self.lock().next_split();

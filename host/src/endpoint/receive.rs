@@ -9,7 +9,7 @@ use sumac_hal::wire::{Kind, NakReason, Packet, Repr, unpack_op};
 
 impl Endpoint {
     /// Take in a packet that the network marked as having met congestion: [`Endpoint::handle`], and the next contribution
-    /// or probe tells the node, which cuts the window (PROTOCOL 3).
+    /// tells the node, which cuts the window (PROTOCOL 3).
     pub fn handle_marked(&mut self, from: Addr, packet: &[u8], buffers: &mut impl Buffers, now: Instant) {
         let dropped = self.stats.dropped;
         self.handle(from, packet, buffers, now);
