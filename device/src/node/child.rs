@@ -83,9 +83,18 @@ impl Live<'_> {
         }
     }
 
+    /// Tell whether a child may speak of chunk `local`: nothing beyond its window is there, and a number from far beyond
+    /// would keep the window from ever being cut again.
+    fn is_near(&self, child: usize, local: u64) -> bool {
+        local < self.shard().below(self.children[child].have) + self.group.window_local
+    }
+
     /// The way from or to a child is congested: a cut like that for a loss, once a window.
     fn note_congestion(&mut self, child: usize, repr: &Repr) {
         let local = self.shard().below(repr.seq);
+        if !self.is_near(child, local) {
+            return;
+        }
         let top = self.children[child].top.max(local.saturating_add(1));
         if self.group.window.cut(local, top) {
             self.common.counters.window_cuts += 1;
@@ -377,7 +386,7 @@ impl Live<'_> {
                 }
             }
         }
-        self.note_overflow(from, count, bits);
+        self.note_overflow(child, from, count, bits);
         let status = self.down_header(Kind::Status, child, repr.seq, repr.token);
         self.common.reply(to, Repr { count, bits, bits2: complete, ..status });
         self.ask_for_gaps(child, now);
@@ -386,10 +395,10 @@ impl Live<'_> {
     /// A probe comes behind what it asks about, so what is not in by now is lost. If that is a quarter of it, a
     /// burst was too much for the receive buffer, and nothing came behind it to show the gap: cut the window. Less
     /// is chance, and repaired without slowing anybody down.
-    fn note_overflow(&mut self, from: u64, count: u16, bits: u64) {
+    fn note_overflow(&mut self, child: usize, from: u64, count: u16, bits: u64) {
         let missing = u32::from(count) - bits.count_ones();
         let first = from.saturating_add(u64::from(bits.trailing_ones()));
-        let overflow = missing > 1 && 4 * missing >= u32::from(count);
+        let overflow = missing > 1 && 4 * missing >= u32::from(count) && self.is_near(child, from);
         if overflow && self.group.window.cut(first, from.saturating_add(u64::from(count))) {
             self.common.counters.window_cuts += 1;
         }

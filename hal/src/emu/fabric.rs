@@ -25,7 +25,7 @@ pub struct LinkConfig {
     pub bandwidth_bytes_per_s: Option<u64>,
     /// How many bytes may queue for the receiver's link; `None`: any number. Only a link that takes time has a queue.
     pub receive_queue_bytes: Option<usize>,
-    /// From how many queued bytes on packets are marked as having met congestion (ECN-CE); `None`: never.
+    /// Beyond how many queued bytes packets are marked as having met congestion (ECN-CE); `None`: never.
     pub mark_queue_bytes: Option<usize>,
 }
 
