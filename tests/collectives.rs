@@ -285,12 +285,16 @@ fn buckets_coalesce_tensors() {
 #[test]
 fn who_cancels_is_lost_to_the_others() {
     let cluster = Cluster::start(1, 4);
-    for algo in [Algo::Tree, Algo::Ring] {
+    for (algo, before_the_call) in [(Algo::Tree, false), (Algo::Ring, false), (Algo::Tree, true), (Algo::Ring, true)] {
         let others_have_ended = std::sync::Barrier::new(3);
-        let ends = cluster.run(&format!("cancel-{algo}"), 3, plain, |comm| {
+        let ends = cluster.run(&format!("cancel-{algo}-{before_the_call}"), 3, plain, |comm| {
             let options = CallOptions { algo: Some(algo), deadline: Some(Duration::from_secs(30)), scalar: None };
             let call = || comm.all_reduce_with(&mut [1.0_f32], ReduceOp::Sum, &options);
             let end = match comm.rank() {
+                0 if before_the_call => {
+                    comm.canceller().cancel();
+                    call()
+                }
                 0 => std::thread::scope(|scope| {
                     let canceller = comm.canceller();
                     scope.spawn(move || canceller.cancel());
@@ -307,7 +311,7 @@ fn who_cancels_is_lost_to_the_others() {
         });
         assert!(matches!(ends[0], Some((Err(Error::Cancelled), Err(Error::Ended(_))))), "{:?}", ends[0]);
         let told = matches!(ends[1], Some((Err(Error::RankLost { rank: Rank(0) } | Error::Schedule(_)), Err(_))));
-        assert!(told, "by {algo}: {:?}", ends[1]);
+        assert!(told, "by {algo}, before the call: {before_the_call}: {:?}", ends[1]);
     }
 }
 

@@ -147,6 +147,8 @@ fn open(group: SocketAddrV4, interface: Ipv4Addr, config: &UdpConfig) -> io::Res
     // Each member of this host binds the same address.
     sockopt::set_socket_reuseaddr(&socket, true)?;
     rustix::net::bind(&socket, &group)?;
+    // As for the port's own socket: a congestion mark that the kernel does not tell of is only missed.
+    let _ = sockopt::set_ip_recvtos(&socket, true);
     sockopt::set_ip_add_membership(&socket, group.ip(), &interface)?;
     let socket = UdpSocket::from(socket);
     set_buffers(&socket, config)?;

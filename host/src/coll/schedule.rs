@@ -97,11 +97,6 @@ impl Span {
     pub const fn end(self) -> usize {
         self.start + self.len
     }
-
-    /// Return whether the two spans share an element.
-    pub const fn overlaps(self, other: Self) -> bool {
-        self.start < other.end() && other.start < self.end() && self.len != 0 && other.len != 0
-    }
 }
 
 /// One step: its local moves run first, one after the other; then its messages, at the same time, in any order
@@ -254,12 +249,6 @@ mod tests {
                 end = block.end();
             }
             prop_assert_eq!(end, count);
-        }
-
-        #[test]
-        fn overlap_is_a_shared_element(a in 0_usize..9, n in 0_usize..9, b in 0_usize..9, m in 0_usize..9) {
-            let shared = (a..a + n).any(|element| (b..b + m).contains(&element));
-            prop_assert_eq!(Span { start: a, len: n }.overlaps(Span { start: b, len: m }), shared);
         }
     }
 }

@@ -211,6 +211,7 @@ impl Core {
             lost: &self.lost,
             job: &self.config.job,
             wake_at: None,
+            lost_since: None,
             mismatch: None,
         };
         (&mut self.mesh, along)
@@ -226,6 +227,8 @@ pub(super) struct Along<'c> {
     lost: &'c Lost,
     job: &'c str,
     wake_at: Option<Instant>,
+    /// When a lost rank was first seen: what it had sent may still complete the schedule for a while.
+    lost_since: Option<Instant>,
     mismatch: Option<EndpointError>,
 }
 
@@ -237,6 +240,12 @@ impl Interrupt for Along<'_> {
     fn check(&mut self) -> Result<(), ExecError> {
         if self.lost.is_cancelled() {
             return Err(ExecError::Interrupted { rank: self.rank, reason: "cancelled".into() });
+        }
+        // A rank that has no connection yet can't be missed by its end: the controller's word is all there is.
+        if let Some(rank) = self.lost.rank()
+            && self.lost_since.get_or_insert_with(Instant::now).elapsed() >= GRACE
+        {
+            return Err(ExecError::RankLost { rank });
         }
         let Some(tree) = &mut self.tree else { return Ok(()) };
         let next = tree.pump(&mut InFlight { owned: &mut *self.owned, lent: None });
@@ -257,7 +266,7 @@ impl Interrupt for Along<'_> {
         Ok(())
     }
 
-    /// A wish to cancel wakes the tree's port, which an executor does not wait for: it has a look now and then.
+    /// A wish to cancel and the word that a rank is lost wake the tree's port, which an executor does not wait for: it has a look now and then.
     fn wake_at(&self) -> Option<Instant> {
         let look = Instant::now() + CANCEL_LATENCY;
         Some(self.wake_at.map_or(look, |at| at.min(look)))

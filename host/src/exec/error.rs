@@ -74,8 +74,8 @@ pub enum ExecError {
         /// The two calls that met, lower rank first.
         calls: Box<[Call; 2]>,
     },
-    /// A rank's connection ended while it was still needed.
-    #[error("{rank} is lost: its connection ended in the middle of an operation")]
+    /// A rank's connection or process ended while it was still needed.
+    #[error("{rank} is lost: its connection or its process ended in the middle of an operation")]
     RankLost {
         /// The rank that is gone.
         rank: Rank,

@@ -44,7 +44,7 @@ enum Next {
 
 impl Node<'_> {
     /// Submit what chains there are to submit, and do what the processor has to do between them. Call it after
-    /// [`Node::submit`], [`Node::handle`], [`Node::handle_completion`] and control requests; false if the engine had no
+    /// [`Node::submit`], [`Node::handle`], [`Node::handle_timeout`], [`Node::handle_completion`] and control requests; false if the engine had no
     /// room for all: then again after a completion.
     ///
     /// The engine is an argument as the time is: nothing of it is kept.

@@ -46,7 +46,7 @@ impl Node<'_> {
     /// answered it, chunk by chunk.
     ///
     /// # Errors
-    /// What to answer at once; nothing was taken.
+    /// What to answer at once; no chunk was taken. (`have` and the lease were, if the entry got that far.)
     pub fn submit<const N: usize>(
         &mut self,
         owner: Rank,

@@ -174,6 +174,8 @@ impl EmuEngine {
     pub fn start_notifying(config: DmaConfig, notify: Option<Box<dyn Fn() + Send + Sync>>) -> Result<Self, StartError> {
         let fits = (1..=DmaConfig::THREADS_MAX).contains(&config.threads)
             && (1..=config.queue_depth).contains(&config.max_steps)
+            // A completion names the step in 16 bits.
+            && config.max_steps <= u32::from(u16::MAX)
             && config.queue_depth <= crate::ring::CAPACITY_MAX
             && config.queue_depth.is_power_of_two()
             && config.alignment_bytes.is_power_of_two();
