@@ -25,7 +25,7 @@ use std::num::NonZeroU32;
 use std::process::ExitCode;
 use std::time::{Duration, Instant as Clock};
 use sumac_device::{Child, Node, NodeConfig, Slot, Storage};
-use sumac_hal::ctrl::{GroupConfig, Order, Request, Response, TreeConfig};
+use sumac_hal::ctrl::{ChildMask, GroupConfig, Order, Request, Response, TreeConfig};
 use sumac_hal::ids::{BootId, ChildIndex, ChunkNo, Epoch, GroupId, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
@@ -185,6 +185,7 @@ impl Rig {
             ranks: NonZeroU32::MIN,
             lease_ms: 60_000,
             timers: HopTimers::DEFAULT.into(),
+            by_reference: ChildMask::EMPTY,
         };
         let now = Instant::ZERO;
         let tree = TreeConfig { tree: TreeId(1), parent: None, children };

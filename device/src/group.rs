@@ -5,7 +5,7 @@ use crate::node::ByReference;
 use crate::sets::SlotSet;
 use core::time::Duration;
 use sumac_hal::ctrl::{GroupConfig, SharedLink};
-use sumac_hal::ids::{ChildIndex, ChunkNo, Rank};
+use sumac_hal::ids::{ChildIndex, ChunkNo, FunctionId};
 use sumac_hal::op::OpDesc;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
@@ -27,8 +27,8 @@ pub struct Child {
     pub(crate) top: u64,
     /// Gaps below were asked for already.
     pub(crate) asked_below: u64,
-    /// Whose ring it contributes through, if it does so by reference.
-    pub(crate) owner: Option<Rank>,
+    /// The function that it contributes through, if it does so by reference.
+    pub(crate) owner: Option<FunctionId>,
     /// Of its last contribution, echoed in what it is told.
     pub(crate) token: u32,
     /// Answers that may be sent to it again: one earned by each contribution and each probe, so that nobody is

@@ -59,6 +59,11 @@ impl Epoch {
     }
 }
 
+/// One rank's way to a device by reference: a function with registers, rings and memory of its own, numbered by the
+/// device. It is whom registered memory belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct FunctionId(pub u32);
+
 macro_rules! display {
     ($($ty:ident $prefix:literal),*) => {$(
         impl fmt::Display for $ty {
@@ -69,7 +74,7 @@ macro_rules! display {
     )*};
 }
 
-display!(Rank "rank ", GroupId "group ", TreeId "tree ", ChildIndex "child ", ChunkNo "chunk ");
+display!(Rank "rank ", FunctionId "function ", GroupId "group ", TreeId "tree ", ChildIndex "child ", ChunkNo "chunk ");
 
 impl fmt::Display for Epoch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

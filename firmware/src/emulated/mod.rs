@@ -154,7 +154,7 @@ impl Board {
             Some(addrs) => addrs.iter().copied().map(Addr::Udp).collect(),
             None => shards.iter().map(|shard| shard.addr).collect(),
         };
-        let announce = Announce { name, boot_id, capabilities, data_addrs };
+        let announce = Announce { name, boot_id, capabilities, data_addrs, bus: None };
         let links = shards.iter().map(ShardHandle::link).collect();
         let control = Control::start(&config, announce.clone(), links)?;
         Ok(Self { announce, control, shards })

@@ -6,6 +6,7 @@ use crate::key::GroupSecret;
 use crate::port::Addr;
 use crate::shard::MAX_SHARDS;
 use crate::uplink::HopTimers;
+use crate::wire::MAX_CHILDREN;
 use core::num::NonZeroU32;
 use core::time::Duration;
 use heapless::{String, Vec};
@@ -38,6 +39,50 @@ pub struct Announce {
     pub capabilities: DeviceCapabilities,
     /// Where its shards receive packets, in order of shard.
     pub data_addrs: Vec<Addr, MAX_SHARDS>,
+    /// How ranks on its own machine contribute by reference; `None` if they can't.
+    pub bus: Option<Bus>,
+}
+
+/// A device's bus towards the processes of its machine: what the feature `shm` speaks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Bus {
+    /// The machine: processes that name another one can't share memory with the device.
+    pub machine: Name,
+    /// The name that the device listens on.
+    pub socket: Name,
+    /// The memory for redo slots, in bytes.
+    pub redo_memory_bytes: u64,
+}
+
+/// A set of a node's children.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct ChildMask([u64; MAX_CHILDREN / 64]);
+
+impl ChildMask {
+    /// The empty set.
+    pub const EMPTY: Self = Self([0; MAX_CHILDREN / 64]);
+
+    /// Put a child in; one that no node can have is left out.
+    pub fn insert(&mut self, child: ChildIndex) {
+        if let Some(word) = self.0.get_mut(usize::from(child.0) / 64) {
+            *word |= 1 << (child.0 % 64);
+        }
+    }
+
+    /// Tell whether a child is in.
+    pub fn contains(&self, child: ChildIndex) -> bool {
+        self.0.get(usize::from(child.0) / 64).is_some_and(|word| word >> (child.0 % 64) & 1 == 1)
+    }
+
+    /// Tell whether no child is in.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::EMPTY
+    }
+
+    /// Return the children that are in, in order.
+    pub fn iter(&self) -> impl Iterator<Item = ChildIndex> {
+        (0..MAX_CHILDREN as u16).map(ChildIndex).filter(|child| self.contains(*child))
+    }
 }
 
 /// The first message on a connection to a controller: who dials.
@@ -184,6 +229,8 @@ pub struct GroupConfig {
     pub lease_ms: u32,
     /// The timers of its hops.
     pub timers: TimersConfig,
+    /// The children that contribute by reference, over the device's [`Bus`]: from packets nothing is taken for theirs.
+    pub by_reference: ChildMask,
 }
 
 /// What a controller asks of a device.
@@ -300,7 +347,31 @@ pub enum Refusal {
         /// Of this device.
         own: u16,
     },
+    /// Children can't contribute by reference here.
+    #[error("the device takes no contributions by reference: {0}")]
+    NoBus(NoBus),
+    /// Not enough memory left for redo slots.
+    #[error("{need} bytes of memory for redo slots are needed in one run, which the device does not have free")]
+    NoRedoMemory {
+        /// Asked for.
+        need: u64,
+    },
     /// The request is not known to this version.
     #[error("the device does not know this request")]
     Unknown,
+}
+
+/// Why children can't contribute by reference.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Error)]
+#[non_exhaustive]
+pub enum NoBus {
+    /// The board has none.
+    #[error("it has no bus")]
+    None,
+    /// The engine's chains are too short, or its steps, or its alignment is more than chunks keep.
+    #[error("its engine does not take chunks of the group's length")]
+    Engine,
+    /// The group is not among those that an engine can tell apart.
+    #[error("the groups that its engine can tell apart are taken")]
+    Groups,
 }

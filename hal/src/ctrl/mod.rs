@@ -20,8 +20,8 @@ mod stream;
 mod tests;
 
 pub use messages::{
-    Announce, DeviceCapabilities, Envelope, Greeting, GroupConfig, MAX_NAME_LEN, Name, NodeParent, Order, Refusal,
-    Request, Response, SharedLink, TimersConfig, TreeConfig,
+    Announce, Bus, ChildMask, DeviceCapabilities, Envelope, Greeting, GroupConfig, MAX_NAME_LEN, Name, NoBus,
+    NodeParent, Order, Refusal, Request, Response, SharedLink, TimersConfig, TreeConfig,
 };
 pub use stats::{Counters, DropReason, Stats};
 #[cfg(feature = "std")]
@@ -33,7 +33,7 @@ use serde::de::DeserializeOwned;
 use thiserror::Error;
 
 /// The version of the messages; raised with any change of their bytes.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 
 /// The length of a frame's header in bytes.
 pub const FRAME_HEADER_LEN: usize = 12;
@@ -51,7 +51,7 @@ pub enum FrameError {
     #[error("magic is {0:#06x}, not 0x6353: the peer does not speak Sumac's control protocol")]
     Magic(u16),
     /// Messages of another version.
-    #[error("control version is {0}; this build speaks version 1")]
+    #[error("control version is {0}; this build speaks version {VERSION}")]
     Version(u16),
     /// Longer than any message.
     #[error("message of {len} bytes is over the limit of {MAX_MESSAGE_LEN}")]

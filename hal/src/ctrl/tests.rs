@@ -7,6 +7,8 @@ use core::num::NonZeroU32;
 use proptest::prelude::*;
 
 fn group() -> GroupConfig {
+    let mut by_reference = ChildMask::EMPTY;
+    [0, 3, 64, 255].into_iter().for_each(|child| by_reference.insert(ChildIndex(child)));
     GroupConfig {
         group: GroupId(0x1234),
         tree: TreeId(5),
@@ -22,6 +24,7 @@ fn group() -> GroupConfig {
         ranks: NonZeroU32::new(600).unwrap(),
         lease_ms: 30_000,
         timers: HopTimers::DEFAULT.into(),
+        by_reference,
     }
 }
 
@@ -35,9 +38,9 @@ fn frame<M: Serialize>(message: &M) -> Vec<u8> {
     encode(message, &mut [0; 1024]).unwrap().to_vec()
 }
 
-/// Version 2, byte for byte. A change here is a new version.
+/// Version 3, byte for byte. A change here is a new version.
 #[test]
-fn golden_bytes_of_version_2() {
+fn golden_bytes_of_version_3() {
     let install = frame(&Envelope { id: 1, message: Request::InstallTree(tree()) });
     let create = frame(&Envelope { id: 2, message: Request::CreateGroup(group()) });
     let refused = frame(&Envelope { id: 2, message: Response::Refused(Refusal::NoSlots { need: 64 }) });
@@ -47,9 +50,9 @@ fn golden_bytes_of_version_2() {
     assert_eq!(hex(&refused), GOLDEN_REFUSED);
 }
 
-const GOLDEN_INSTALL: &str = "5363020012000000ffc92c79010105010200007f000001b725010703c801";
-const GOLDEN_CREATE: &str = "536302004300000041f3c2d20203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b102";
-const GOLDEN_REFUSED: &str = "53630200040000002129f9f402020740";
+const GOLDEN_INSTALL: &str = "53630300120000005ab27ab2010105010200007f000001b725010703c801";
+const GOLDEN_CREATE: &str = "53630300500000003e4d74190203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
+const GOLDEN_REFUSED: &str = "53630300040000008452af3f02020740";
 
 #[test]
 fn messages_round_trip() {
@@ -66,7 +69,8 @@ fn messages_round_trip() {
         collectives: 0x42,
     };
     let data_addrs = [Addr::Udp("[::1]:9".parse().unwrap())].into_iter().collect();
-    let announce = Announce { name, boot_id: BootId(7), capabilities, data_addrs };
+    let bus = Bus { machine: "here".try_into().unwrap(), socket: "leaf-1.7".try_into().unwrap(), redo_memory_bytes: 9 };
+    let announce = Announce { name, boot_id: BootId(7), capabilities, data_addrs, bus: Some(bus) };
     let bytes = frame(&announce);
     assert_eq!(decode::<Announce>(&bytes).unwrap(), Some((announce, bytes.len())));
 

@@ -11,7 +11,7 @@
 //! - No owner has more than its share of the table.
 
 use super::{Address, RegionKey};
-use crate::ids::Rank;
+use crate::ids::FunctionId;
 
 /// What a device knows of up to `N` regions.
 #[derive(Debug, Clone)]
@@ -40,7 +40,7 @@ pub enum RegisterError {
     #[error("{owner} has registered {max} regions, its share: deregister one first")]
     Share {
         /// Who.
-        owner: Rank,
+        owner: FunctionId,
         /// The share.
         max: usize,
     },
@@ -60,7 +60,7 @@ pub enum RegionError {
     #[error("{owner} has no region {index}")]
     Unknown {
         /// Who asked.
-        owner: Rank,
+        owner: FunctionId,
         /// The index asked for.
         index: u16,
     },
@@ -100,9 +100,9 @@ struct Entry {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Free,
-    Live(Rank),
+    Live(FunctionId),
     /// Deregistered, with uses left.
-    Draining(Rank),
+    Draining(FunctionId),
 }
 
 impl<const N: usize> RegionTable<N> {
@@ -117,7 +117,7 @@ impl<const N: usize> RegionTable<N> {
     ///
     /// # Errors
     /// [`RegisterError`], and then nothing has changed.
-    pub fn register(&mut self, owner: Rank, len_bytes: u64) -> Result<RegionKey, RegisterError> {
+    pub fn register(&mut self, owner: FunctionId, len_bytes: u64) -> Result<RegionKey, RegisterError> {
         if len_bytes == 0 {
             return Err(RegisterError::Empty);
         }
@@ -136,7 +136,7 @@ impl<const N: usize> RegionTable<N> {
     ///
     /// # Errors
     /// [`RegionError::Unknown`] or [`RegionError::Stale`].
-    pub fn deregister(&mut self, owner: Rank, key: RegionKey) -> Result<bool, RegionError> {
+    pub fn deregister(&mut self, owner: FunctionId, key: RegionKey) -> Result<bool, RegionError> {
         let entry = self.live(owner, key)?;
         let unused = entry.uses == 0;
         entry.state = if unused { State::Free } else { State::Draining(owner) };
@@ -144,7 +144,7 @@ impl<const N: usize> RegionTable<N> {
     }
 
     /// Deregister all regions of an owner that is gone, and return how many of them are still in use.
-    pub fn deregister_all(&mut self, owner: Rank) -> usize {
+    pub fn deregister_all(&mut self, owner: FunctionId) -> usize {
         let mut draining = 0;
         for entry in self.entries.iter_mut().filter(|entry| entry.owner() == Some(owner)) {
             let unused = entry.uses == 0;
@@ -158,7 +158,7 @@ impl<const N: usize> RegionTable<N> {
     ///
     /// # Errors
     /// [`RegionError`], and then nothing is kept.
-    pub fn hold(&mut self, owner: Rank, address: Address, len_bytes: u64) -> Result<Span, RegionError> {
+    pub fn hold(&mut self, owner: FunctionId, address: Address, len_bytes: u64) -> Result<Span, RegionError> {
         let entry = self.live(owner, address.region)?;
         let end = address.offset_bytes.checked_add(len_bytes);
         if end.is_none_or(|end| end > entry.len_bytes) {
@@ -203,7 +203,7 @@ impl<const N: usize> RegionTable<N> {
         self.len() == 0
     }
 
-    fn live(&mut self, owner: Rank, key: RegionKey) -> Result<&mut Entry, RegionError> {
+    fn live(&mut self, owner: FunctionId, key: RegionKey) -> Result<&mut Entry, RegionError> {
         let unknown = RegionError::Unknown { owner, index: key.index };
         let entry = self.entries.get_mut(usize::from(key.index)).ok_or(unknown)?;
         match entry.state {
@@ -219,7 +219,7 @@ impl<const N: usize> RegionTable<N> {
 }
 
 impl Entry {
-    const fn owner(&self) -> Option<Rank> {
+    const fn owner(&self) -> Option<FunctionId> {
         match self.state {
             State::Free => None,
             State::Live(owner) | State::Draining(owner) => Some(owner),

@@ -1,7 +1,7 @@
 //! Descriptors byte for byte, capabilities by profile, and the table of regions against a model.
 
 use super::*;
-use crate::ids::Rank;
+use crate::ids::FunctionId;
 use crate::op::{Dtype, ReduceOp};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -180,7 +180,7 @@ proptest! {
                 known.values().filter(|k| (k.live || k.uses > 0) && owner.is_none_or(|owner| k.owner == owner)).count()
             };
             match operation {
-                Operation::Register { owner, len_bytes } => match table.register(Rank(owner), len_bytes) {
+                Operation::Register { owner, len_bytes } => match table.register(FunctionId(owner), len_bytes) {
                     Ok(key) => {
                         prop_assert!(len_bytes > 0 && taken(&known, Some(owner)) < 2 && taken(&known, None) < 4);
                         let new = known.insert(key, Known { owner, len_bytes, live: true, uses: 0 });
@@ -194,7 +194,7 @@ proptest! {
                     let key = pick(key);
                     let entry = known.get_mut(&key).filter(|k| k.live && k.owner == owner);
                     let expected = entry.as_ref().map(|k| k.uses == 0);
-                    prop_assert_eq!(table.deregister(Rank(owner), key).ok(), expected);
+                    prop_assert_eq!(table.deregister(FunctionId(owner), key).ok(), expected);
                     if let Some(entry) = entry {
                         entry.live = false;
                     }
@@ -202,7 +202,7 @@ proptest! {
                 Operation::DeregisterAll { owner } => {
                     let mine = known.values_mut().filter(|k| k.owner == owner);
                     let draining = mine.map(|k| { k.live = false; usize::from(k.uses > 0) }).sum::<usize>();
-                    prop_assert_eq!(table.deregister_all(Rank(owner)), draining);
+                    prop_assert_eq!(table.deregister_all(FunctionId(owner)), draining);
                 }
                 Operation::Hold { owner, key, offset_bytes, len_bytes } => {
                     let address = Address { region: pick(key), offset_bytes };
@@ -210,7 +210,7 @@ proptest! {
                         let end = u128::from(offset_bytes) + u128::from(len_bytes);
                         k.live && k.owner == owner && end <= u128::from(k.len_bytes)
                     });
-                    prop_assert_eq!(table.hold(Rank(owner), address, len_bytes).is_ok(), entry.is_some());
+                    prop_assert_eq!(table.hold(FunctionId(owner), address, len_bytes).is_ok(), entry.is_some());
                     if let Some(entry) = entry {
                         entry.uses += 1;
                         holds.push(address.region);
@@ -232,13 +232,13 @@ proptest! {
 #[test]
 fn a_foreign_region_is_as_unknown_as_none() {
     let mut table = RegionTable::<4>::new(4);
-    let key = table.register(Rank(0), 100).expect("room");
+    let key = table.register(FunctionId(0), 100).expect("room");
     let address = Address { region: key, offset_bytes: 0 };
-    let unknown = RegionError::Unknown { owner: Rank(1), index: key.index };
-    assert_eq!(table.hold(Rank(1), address, 1), Err(unknown));
-    assert_eq!(table.deregister(Rank(1), key), Err(unknown));
+    let unknown = RegionError::Unknown { owner: FunctionId(1), index: key.index };
+    assert_eq!(table.hold(FunctionId(1), address, 1), Err(unknown));
+    assert_eq!(table.deregister(FunctionId(1), key), Err(unknown));
     let none = Address { region: RegionKey { index: 3, generation: 1 }, offset_bytes: 0 };
-    assert_eq!(table.hold(Rank(1), none, 1), Err(RegionError::Unknown { owner: Rank(1), index: 3 }));
-    table.deregister(Rank(0), key).expect("it is there");
-    assert!(matches!(table.hold(Rank(0), address, 1), Err(RegionError::Stale { .. })));
+    assert_eq!(table.hold(FunctionId(1), none, 1), Err(RegionError::Unknown { owner: FunctionId(1), index: 3 }));
+    table.deregister(FunctionId(0), key).expect("it is there");
+    assert!(matches!(table.hold(FunctionId(0), address, 1), Err(RegionError::Stale { .. })));
 }

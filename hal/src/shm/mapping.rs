@@ -5,11 +5,13 @@
 //! - It stays at its address until it is dropped, also when it is severed.
 
 use crate::dma::DmaMemory;
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
+use rustix::fs::{
+    MemfdFlags, Mode, OFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
+};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mremap_fixed, munmap};
 use std::ffi::c_void;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::{self, NonNull};
 use std::slice;
 use std::sync::atomic::AtomicU64;
@@ -89,11 +91,11 @@ impl Mapping {
             .map_err(failed("memfd_create"))?;
         ftruncate(&file, len_bytes as u64).map_err(failed("ftruncate"))?;
         fcntl_add_seals(&file, SEALS).map_err(failed("fcntl(F_ADD_SEALS)"))?;
-        Self::map(file, len_bytes, pages)
+        Self::map(file, len_bytes, pages, ProtFlags::READ | ProtFlags::WRITE)
     }
 
     /// Map memory that a peer has handed over.
-    fn open(file: OwnedFd, max_len_bytes: u64) -> Result<Self, MemoryError> {
+    fn open(file: OwnedFd, max_len_bytes: u64, protection: ProtFlags) -> Result<Self, MemoryError> {
         // Not a memfd: no seals, and an error.
         if !fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SEALS)) {
             return Err(MemoryError::Unsealed);
@@ -104,18 +106,20 @@ impl Mapping {
         if len_bytes == 0 || len_bytes > max {
             return Err(MemoryError::Length { len_bytes, max });
         }
-        Self::map(file, len_bytes as usize, Pages::Normal)
+        Self::map(file, len_bytes as usize, Pages::Normal, protection)
     }
 
-    fn map(file: OwnedFd, len_bytes: usize, pages: Pages) -> Result<Self, MemoryError> {
+    fn map(file: OwnedFd, len_bytes: usize, pages: Pages, protection: ProtFlags) -> Result<Self, MemoryError> {
         // SAFETY: a new mapping, at an address that the system chooses.
-        let base =
-            unsafe { mmap(ptr::null_mut(), len_bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0) };
+        let base = unsafe { mmap(ptr::null_mut(), len_bytes, protection, MapFlags::SHARED, &file, 0) };
         let failed = |errno| MemoryError::System { call: "mmap", len_bytes: len_bytes as u64, errno };
         let base = NonNull::new(base.map_err(failed)?.cast()).ok_or(failed(Errno::INVAL))?;
         let mapping = Self { base, len_bytes, file, pages };
         // Hints: larger pages, and no page faults later. The system may not know them, and need not follow them.
-        for hint in [Advice::LinuxHugepage, Advice::LinuxPopulateWrite] {
+        let writable = protection.contains(ProtFlags::WRITE);
+        let hints: &[_] =
+            if writable { &[Advice::LinuxHugepage, Advice::LinuxPopulateWrite] } else { &[Advice::LinuxHugepage] };
+        for &hint in hints {
             // SAFETY: the range is the mapping's; the advice changes no contents.
             let _ = unsafe { madvise(mapping.base.as_ptr().cast::<c_void>(), len_bytes, hint) };
         }
@@ -180,12 +184,23 @@ impl Region {
     /// # Errors
     /// [`MemoryError`].
     pub fn open(file: OwnedFd, max_len_bytes: u64) -> Result<Self, MemoryError> {
-        Ok(Self { mapping: Mapping::open(file, max_len_bytes)? })
+        Ok(Self { mapping: Mapping::open(file, max_len_bytes, ProtFlags::READ | ProtFlags::WRITE)? })
     }
 
     /// Return the descriptor, to hand over.
     pub fn file(&self) -> BorrowedFd<'_> {
         self.mapping.file.as_fd()
+    }
+
+    /// Return a descriptor through which nobody can write, to hand over for [`ReadOnly`].
+    ///
+    /// # Errors
+    /// [`MemoryError`].
+    pub fn read_only_file(&self) -> Result<OwnedFd, MemoryError> {
+        let path = format!("/proc/self/fd/{}", self.file().as_raw_fd());
+        let opened = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
+        let len_bytes = self.mapping.len_bytes as u64;
+        opened.map_err(|errno| MemoryError::System { call: "open", len_bytes, errno })
     }
 
     /// Cut this memory off from everybody who has mapped it: afterwards it has the same contents at the same address,
@@ -249,6 +264,35 @@ impl Region {
     }
 }
 
+/// Memory of others, to read: what a device leaves behind.
+#[derive(Debug)]
+pub struct ReadOnly {
+    mapping: Mapping,
+}
+
+impl ReadOnly {
+    /// Map what a peer has handed over, if it is at most `max_len_bytes` long and nobody can resize it.
+    ///
+    /// # Errors
+    /// [`MemoryError`].
+    pub fn open(file: OwnedFd, max_len_bytes: u64) -> Result<Self, MemoryError> {
+        Ok(Self { mapping: Mapping::open(file, max_len_bytes, ProtFlags::READ)? })
+    }
+
+    /// Copy bytes out: a mixture of old and new where its owner writes meanwhile. False, and nothing, if there are not
+    /// as many.
+    pub fn read(&self, offset_bytes: u64, bytes: &mut [u8]) -> bool {
+        let end = offset_bytes.checked_add(bytes.len() as u64);
+        if end.is_none_or(|end| end > self.mapping.len_bytes as u64) {
+            return false;
+        }
+        let at = self.mapping.base.as_ptr().wrapping_add(offset_bytes as usize);
+        // SAFETY: the bounds were checked; `bytes` can't overlap memory that has no references.
+        unsafe { at.copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len()) };
+        true
+    }
+}
+
 /// Memory of registers, rings and doorbells, which both sides write at the same time: atomics.
 #[derive(Debug)]
 pub struct BarMemory {
@@ -269,7 +313,7 @@ impl BarMemory {
     /// # Errors
     /// [`MemoryError`].
     pub fn open(file: OwnedFd, max_len_bytes: u64) -> Result<Self, MemoryError> {
-        Ok(Self { mapping: Mapping::open(file, max_len_bytes)? })
+        Ok(Self { mapping: Mapping::open(file, max_len_bytes, ProtFlags::READ | ProtFlags::WRITE)? })
     }
 
     /// Return the descriptor, to hand over.

@@ -12,7 +12,9 @@
 //!   who handed the token out.
 //! - A peer's death is seen: the socket hangs up, and [`Peer`] tells by its process.
 
+mod bell;
 mod function;
+mod machine;
 mod mapping;
 mod peer;
 mod socket;
@@ -20,8 +22,10 @@ mod socket;
 mod tests;
 mod wait;
 
+pub use bell::{Bell, Bells};
 pub use function::{Function, FunctionError, FunctionQueue, FunctionRing};
-pub use mapping::{BarMemory, MemoryError, Pages, Region};
+pub use machine::machine;
+pub use mapping::{BarMemory, MemoryError, Pages, ReadOnly, Region};
 pub use peer::{Peer, PeerError};
-pub use socket::{Connection, Listener, Message, Received, SocketError};
+pub use socket::{AttachRefusal, Connection, Listener, Message, Received, SocketError};
 pub use wait::{SLEEPER_BELLS_MAX, WaitError, Waiter, ring};

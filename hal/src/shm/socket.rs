@@ -6,15 +6,18 @@
 //! |---|---|---|
 //! | 0 | 4 | magic "SUMS" |
 //! | 4 | 2 | version, 1 |
-//! | 6 | 2 | kind: 1 attach, 2 function, 3 memory, 4 refused |
-//! | 8 | 8 | attach: rank; memory: handle; refused: reason |
-//! | 16 | 8 | attach: token |
+//! | 6 | 2 | kind: 1 attach, 2 function, 3 memory, 4 refused, 5 bell, 6 redo |
+//! | 8 | 8 | attach: group (32 bits), child (16); memory: handle; refused: reason; bell: queue; redo: where the group's slots begin in the memory, in bytes |
+//! | 16 | 8 | attach: key; redo: bytes of a slot (32 bits), slots (32) |
 //! | 24 | 8 | 0 |
 //!
-//! Functions and memory come with one file descriptor; the others with none.
+//! Functions, memory, bells and redo slots come with one file descriptor; the others with none.
+//!
+//! A rank attaches; the device answers with what is refused, or with the function, a bell for each of its queues, and
+//! the redo slots of the rank's group. From then on only memory is handed over, and either side's end is seen.
 
 use super::peer::{Peer, PeerError};
-use crate::ids::Rank;
+use crate::ids::{ChildIndex, GroupId};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
@@ -40,12 +43,14 @@ const BACKLOG: i32 = 128;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Message {
-    /// From a rank, first of all: who it is, and what proves it.
+    /// From a rank, first of all: which child of which group it is, and what proves it.
     Attach {
-        /// Who.
-        rank: Rank,
-        /// What its controller has given it.
-        token: u64,
+        /// The group.
+        group: GroupId,
+        /// The child of the device's node.
+        child: ChildIndex,
+        /// The key of that link, which its controller has given it.
+        key: u64,
     },
     /// From the device: the rank's function. With a descriptor.
     Function,
@@ -56,9 +61,44 @@ pub enum Message {
     },
     /// From the device: no.
     Refused {
-        /// Why, by the device's numbers.
-        reason: u64,
+        /// Why.
+        reason: AttachRefusal,
     },
+    /// From the device: what wakes it when it sleeps ([`Bell`](super::Bell)). With a descriptor.
+    Bell {
+        /// The queue that it is for.
+        queue: u32,
+    },
+    /// From the device: the redo slots of the group, to read what was published when the device is gone. With a
+    /// descriptor.
+    Redo {
+        /// Where they begin in the memory.
+        offset_bytes: u64,
+        /// The length of each.
+        slot_len_bytes: u32,
+        /// How many there are.
+        slots: u32,
+    },
+}
+
+/// Why a rank can't attach.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[repr(u64)]
+#[non_exhaustive]
+pub enum AttachRefusal {
+    /// No such link, or another key.
+    #[error("the device expects no such child to attach: its group is gone, or the key is wrong")]
+    Stranger = 1,
+    /// Somebody is there already.
+    #[error("this child has attached already")]
+    Attached = 2,
+    /// The device has no function to give.
+    #[error("the device has no memory for another function")]
+    NoRoom = 3,
+}
+
+impl AttachRefusal {
+    const ALL: [Self; 3] = [Self::Stranger, Self::Attached, Self::NoRoom];
 }
 
 /// A message, and the descriptor that came with it.
@@ -267,34 +307,40 @@ impl AsFd for Connection {
 
 impl Message {
     const fn has_file(&self) -> bool {
-        matches!(self, Self::Function | Self::Memory { .. })
+        matches!(self, Self::Function | Self::Memory { .. } | Self::Bell { .. } | Self::Redo { .. })
     }
 
     fn emit(&self) -> [u8; MESSAGE_LEN] {
-        let (kind, value, token) = match *self {
-            Self::Attach { rank, token } => (1_u16, u64::from(rank.0), token),
+        let (kind, value, second) = match *self {
+            Self::Attach { group, child, key } => (1_u16, u64::from(group.0) | u64::from(child.0) << 32, key),
             Self::Function => (2, 0, 0),
             Self::Memory { handle } => (3, handle, 0),
-            Self::Refused { reason } => (4, reason, 0),
+            Self::Refused { reason } => (4, reason as u64, 0),
+            Self::Bell { queue } => (5, queue.into(), 0),
+            Self::Redo { offset_bytes, slot_len_bytes, slots } => {
+                (6, offset_bytes, u64::from(slot_len_bytes) | u64::from(slots) << 32)
+            }
         };
         let mut bytes = [0; MESSAGE_LEN];
         bytes[..4].copy_from_slice(&MAGIC);
         bytes[4..6].copy_from_slice(&VERSION.to_le_bytes());
         bytes[6..8].copy_from_slice(&kind.to_le_bytes());
         bytes[8..16].copy_from_slice(&value.to_le_bytes());
-        bytes[16..24].copy_from_slice(&token.to_le_bytes());
+        bytes[16..24].copy_from_slice(&second.to_le_bytes());
         bytes
     }
 
     fn parse(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; MESSAGE_LEN] = bytes.first_chunk()?;
         let word = |at: usize| bytes[at..].first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
-        let (value, token) = (word(8)?, word(16)?);
+        let (value, second) = (word(8)?, word(16)?);
         let message = match bytes[6] {
-            1 => Self::Attach { rank: Rank(u32::try_from(value).ok()?), token },
+            1 => Self::Attach { group: GroupId(value as u32), child: ChildIndex((value >> 32) as u16), key: second },
             2 => Self::Function,
             3 => Self::Memory { handle: value },
-            4 => Self::Refused { reason: value },
+            4 => Self::Refused { reason: AttachRefusal::ALL.into_iter().find(|&reason| reason as u64 == value)? },
+            5 => Self::Bell { queue: value as u32 },
+            6 => Self::Redo { offset_bytes: value, slot_len_bytes: second as u32, slots: (second >> 32) as u32 },
             _ => return None,
         };
         // Magic, version and everything that has no meaning.

@@ -32,7 +32,7 @@ use rustix::net::sockopt;
 use rx::{Next, RxQueue};
 use std::io;
 use std::net::{SocketAddr, UdpSocket};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 use tx::TxQueue;
 
@@ -63,6 +63,8 @@ pub struct UdpPort {
     tx: TxQueue,
     gro: bool,
     waker: Waker,
+    /// What else ends a wait.
+    watched: Option<OwnedFd>,
     stats: UdpStats,
 }
 
@@ -100,6 +102,7 @@ impl UdpPort {
             tx: TxQueue::new(TX_PACKETS, arena_len_bytes, max_packet_len_bytes, gso),
             gro,
             waker,
+            watched: None,
             stats: UdpStats::default(),
             socket,
         })
@@ -118,6 +121,11 @@ impl UdpPort {
     /// Return a handle that wakes this port's waiting thread from any other.
     pub fn waker(&self) -> Waker {
         self.waker.clone()
+    }
+
+    /// Let waits end with [`Wake::Woken`] also when `file` is readable, as often as it still is.
+    pub fn watch(&mut self, file: OwnedFd) {
+        self.watched = Some(file);
     }
 
     /// Return the address if this socket can send there.

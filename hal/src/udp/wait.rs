@@ -95,7 +95,9 @@ impl UdpPort {
                     yields = YIELDS;
                 }
             } else {
-                self.sleep(deadline.map(|deadline| deadline - now));
+                if self.sleep(deadline.map(|deadline| deadline - now)) {
+                    return Wake::Woken;
+                }
             }
             if let Some(wake) = self.look() {
                 return wake;
@@ -114,25 +116,29 @@ impl UdpPort {
         }
     }
 
-    /// Sleep until a socket or the waker has something, packets that the kernel refused can leave, or time is up.
-    fn sleep(&mut self, timeout: Option<Duration>) {
+    /// Sleep until a socket or the waker has something, packets that the kernel refused can leave, or time is up. True:
+    /// what is watched besides has something.
+    fn sleep(&mut self, timeout: Option<Duration>) -> bool {
         let unsent = !self.tx.is_empty();
         let events = if unsent { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
         let event = PollFd::new(&self.waker.shared.event, PollFlags::IN);
-        // With nothing joined, the third is the first once more.
+        // With nothing joined or watched, the third and the fourth are the first once more.
         let all = PollFd::from_borrowed_fd(self.poll_fd(), PollFlags::IN);
-        let mut fds = [PollFd::new(&self.socket, events), event, all];
+        let watched = self.watched.as_ref().map_or(self.poll_fd(), AsFd::as_fd);
+        let watched = PollFd::from_borrowed_fd(watched, PollFlags::IN);
+        let mut fds = [PollFd::new(&self.socket, events), event, all, watched];
         // Out of the structure's range means never: 292 billion years.
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         if poll(&mut fds, timeout.as_ref()).is_err() {
-            return; // Interrupted: the caller's loop looks again.
+            return false; // Interrupted: the caller's loop looks again.
         }
-        let [socket, event, _] = fds.map(|fd| fd.revents());
+        let [socket, event, _, watched] = fds.map(|fd| fd.revents());
         if event.contains(PollFlags::IN) && !self.waker.shared.raised.load(Ordering::Acquire) {
             self.waker.drain();
         }
         if unsent && socket.contains(PollFlags::OUT) {
             self.tx.flush(self.socket.as_fd(), &mut self.stats);
         }
+        self.watched.is_some() && watched.contains(PollFlags::IN)
     }
 }

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::num::NonZeroU32;
 use std::sync::Arc;
-use sumac_hal::ctrl::{GroupConfig, NodeParent, Order, Request, SharedLink, TreeConfig};
+use sumac_hal::ctrl::{ChildMask, GroupConfig, NodeParent, Order, Request, SharedLink, TreeConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::port::Addr;
@@ -305,6 +305,7 @@ impl Placement {
             ranks: NonZeroU32::new(self.ranks.len() as u32).unwrap_or(NonZeroU32::MIN),
             lease_ms: u32::try_from(config.lease.as_millis()).unwrap_or(u32::MAX),
             timers: config.timers.into(),
+            by_reference: ChildMask::EMPTY,
         }
     }
 

@@ -83,7 +83,8 @@ mod tests {
                 collectives: u32::MAX,
             };
             let name = Name::try_from(*name).expect("short");
-            let announce = Announce { name, boot_id: BootId(1), capabilities, data_addrs: Default::default() };
+            let announce =
+                Announce { name, boot_id: BootId(1), capabilities, data_addrs: Default::default(), bus: None };
             (name_of(&announce), Arc::new(DeviceSession::new(announce, stream).expect("a session")))
         };
         names.iter().map(session).collect()

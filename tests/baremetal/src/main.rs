@@ -14,7 +14,7 @@ use core::fmt::{self, Write};
 use core::num::NonZeroU32;
 use queue::{DEPTH, MAX_PACKET_LEN_BYTES, QueuePort};
 use sumac_device::{Memory, Node, NodeConfig, runtime};
-use sumac_hal::ctrl::{GroupConfig, Order, Refusal, Request, Response, TreeConfig};
+use sumac_hal::ctrl::{ChildMask, GroupConfig, Order, Refusal, Request, Response, TreeConfig};
 use sumac_hal::ids::{BootId, ChildIndex, ChunkNo, Epoch, GroupId, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
@@ -126,6 +126,7 @@ fn admit(node: &mut Node<'_>) -> Result<(), Failure> {
         ranks: RANKS,
         lease_ms: 1_000,
         timers: HopTimers::DEFAULT.into(),
+        by_reference: ChildMask::EMPTY,
     };
     for request in [Request::InstallTree(tree), Request::CreateGroup(group)] {
         match node.control(&request, Instant::ZERO) {

@@ -6,7 +6,7 @@ use super::options::{Draw, Options, Sharing};
 use crate::oracle::{Shape, weight};
 use std::num::NonZeroU32;
 use sumac::endpoint::EndpointConfig;
-use sumac_hal::ctrl::{GroupConfig, NodeParent, SharedLink, TreeConfig};
+use sumac_hal::ctrl::{ChildMask, GroupConfig, NodeParent, SharedLink, TreeConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::port::Addr;
@@ -94,6 +94,7 @@ impl Wiring {
             ranks: NonZeroU32::new(options.ranks as u32).expect("a cluster has ranks"),
             lease_ms: LEASE_MS,
             timers: TIMERS.into(),
+            by_reference: ChildMask::EMPTY,
         }
     }
 

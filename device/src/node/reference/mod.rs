@@ -45,7 +45,7 @@ use crate::sets::{ChildSet, SlotSet};
 use crate::slot::State;
 use sumac_hal::ctrl::Order;
 use sumac_hal::dma::{Address, Capabilities, Span, Tag};
-use sumac_hal::ids::{ChildIndex, GroupId, Rank};
+use sumac_hal::ids::{ChildIndex, FunctionId, GroupId};
 use sumac_hal::mmio::EntryStatus;
 
 /// Bytes before a redo slot's bounce: its record, and what keeps the rest on a cache line of its own.
@@ -263,7 +263,7 @@ impl<'m> Node<'m> {
     ///
     /// # Errors
     /// [`AttachError`], and then nothing has changed.
-    pub fn attach(&mut self, id: GroupId, owners: &[(ChildIndex, Rank)]) -> Result<(), AttachError> {
+    pub fn attach(&mut self, id: GroupId, owners: &[(ChildIndex, FunctionId)]) -> Result<(), AttachError> {
         let references = self.references.as_mut().ok_or(AttachError::NoReferences)?;
         let steps = references.capabilities.max_steps;
         if steps < chain::STEPS_MIN {

@@ -9,7 +9,7 @@ use crate::node::child::agree;
 use crate::node::supported;
 use crate::slot::State;
 use sumac_hal::dma::{Address, RegionError, RegionTable};
-use sumac_hal::ids::{ChunkNo, Rank};
+use sumac_hal::ids::{ChunkNo, FunctionId};
 use sumac_hal::mmio::{CompletionEntry, Contribution, EntryStatus};
 use sumac_hal::op::OpDesc;
 use sumac_hal::shard::RUN;
@@ -49,7 +49,7 @@ impl Node<'_> {
     /// What to answer at once; no chunk was taken. (`have` and the lease were, if the entry got that far.)
     pub fn submit<const N: usize>(
         &mut self,
-        owner: Rank,
+        owner: FunctionId,
         entry: &Contribution,
         regions: &mut RegionTable<N>,
         now: Instant,
@@ -80,7 +80,10 @@ impl Node<'_> {
     }
 
     /// Return the next answer for a ring, and whose ring it is; the child's regions are released.
-    pub fn poll_answer<const N: usize>(&mut self, regions: &mut RegionTable<N>) -> Option<(Rank, CompletionEntry)> {
+    pub fn poll_answer<const N: usize>(
+        &mut self,
+        regions: &mut RegionTable<N>,
+    ) -> Option<(FunctionId, CompletionEntry)> {
         for index in 0..self.storage.groups.len() {
             let Some(mut live) = self.live(index) else { continue };
             let Some((owner, answer, reference)) = live.next_answer() else { continue };
@@ -98,7 +101,7 @@ impl Node<'_> {
 
 /// Hold every region of a run, or none.
 fn hold<const N: usize>(
-    owner: Rank,
+    owner: FunctionId,
     entry: &Contribution,
     submitted: &Submitted,
     regions: &mut RegionTable<N>,
@@ -238,7 +241,7 @@ impl Live<'_> {
     }
 
     /// Return the next answer that may be given, the lowest chunk's first.
-    fn next_answer(&mut self) -> Option<(Rank, CompletionEntry, Reference)> {
+    fn next_answer(&mut self) -> Option<(FunctionId, CompletionEntry, Reference)> {
         let oldest = self.slot_index(self.shard().below(self.group.min_have));
         let (refs, by_reference) = (self.refs.as_mut()?, self.group.by_reference.as_mut()?);
         if by_reference.owed.is_empty() {

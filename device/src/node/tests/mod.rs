@@ -19,7 +19,9 @@ use crate::slot::{Slot, State};
 use core::num::NonZeroU32;
 use std::vec;
 use std::vec::Vec;
-use sumac_hal::ctrl::{DropReason, GroupConfig, NodeParent, Order, Request, Response, SharedLink, TreeConfig};
+use sumac_hal::ctrl::{
+    ChildMask, DropReason, GroupConfig, NodeParent, Order, Request, Response, SharedLink, TreeConfig,
+};
 use sumac_hal::ids::{BootId, ChildIndex, ChunkNo, Epoch, GroupId, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
@@ -144,6 +146,7 @@ pub(in crate::node) fn group_config(setup: &Setup, group: usize) -> GroupConfig 
         ranks: RANKS,
         lease_ms: LEASE_MS,
         timers: HopTimers::DEFAULT.into(),
+        by_reference: ChildMask::EMPTY,
     }
 }
 

@@ -7,6 +7,7 @@ use crate::dma::{
     Address, Chain, Completion, Engine, Profile, RegionKey, RegionTable, Scope, Status, Step, Tag, WaitEngine,
 };
 use crate::emu::dma::{DmaConfig, EmuEngine, HeapMemory, Strictness};
+use crate::ids::FunctionId;
 use crate::mmio::{AdminCommand, CompletionEntry, Contribution, EntryStatus, SubmissionEntry};
 use crate::op::{Collective, Dtype, ReduceOp};
 use crate::ring::{Consumer, Producer};
@@ -42,14 +43,14 @@ fn ask(
 /// A rank: the other process.
 pub(super) fn rank(name: &str) {
     // The device numbers ranks in the order in which they come.
-    let (device, function) = attach(name, Rank(0));
+    let (device, function) = attach(name);
     let queues = [0, 1].map(|index| function.queue(index).expect("a queue"));
     let [mut admin, mut data] =
         queues.each_ref().map(|q| (Producer::new(q.submissions.clone()), Consumer::new(q.completions.clone())));
     let region = Region::create(OFFSET_BYTES as usize + COUNT as usize * 4, Pages::Normal).expect("memory");
     device.send(&Message::Memory { handle: HANDLE }, Some(region.file())).expect("it is open");
     let whoami = device.receive(LONG).expect("a message").message;
-    let Message::Refused { reason: number } = whoami else { panic!("a number") };
+    let Message::Attach { key: number, .. } = whoami else { panic!("a number") };
     region.write(OFFSET_BYTES as usize, &values(number as u32));
 
     let register = AdminCommand::Register { handle: HANDLE, offset_bytes: 0, len_bytes: region.len_bytes() as u64 };
@@ -116,7 +117,7 @@ const SLOT: RegionKey = RegionKey { index: 7, generation: 1 };
 
 impl Device {
     fn admin(&mut self, seat: usize, cookie: u64, command: AdminCommand) -> CompletionEntry {
-        let owner = Rank(seat as u32);
+        let owner = FunctionId(seat as u32);
         let (status, value) = match command {
             AdminCommand::Register { handle, len_bytes, .. } => {
                 let key = self.regions.register(owner, len_bytes).expect("room");
@@ -140,7 +141,7 @@ impl Device {
 
     /// Check a contribution's references; keep it if they are good.
     fn contribute(&mut self, seat: usize, contribution: Contribution) -> Option<EntryStatus> {
-        let owner = Rank(seat as u32);
+        let owner = FunctionId(seat as u32);
         let (src, dst) = (contribution.src.expect("by reference"), contribution.dst.expect("wanted"));
         let len_bytes = u64::from(contribution.elements) * 4;
         let held = self.regions.hold(owner, src, len_bytes);
@@ -196,14 +197,14 @@ fn ranks_that_are_processes_get_their_sum_in_place() {
     let others: Vec<_> = (0..RANKS).map(|_| Other::start("reduce", &name)).collect();
     let seats: Vec<_> = (0..RANKS)
         .map(|number| {
-            let (connection, _, function) = welcome(&listener);
+            let (connection, function) = welcome(&listener);
             let Received { message: Message::Memory { handle }, file: Some(file) } =
                 connection.receive(LONG).expect("a message")
             else {
                 panic!("a rank hands memory over")
             };
             let region = Arc::new(Region::open(file, 1 << 20).expect("it is sealed"));
-            connection.send(&Message::Refused { reason: number.into() }, None).expect("it is open");
+            connection.send(&numbered(number.into()), None).expect("it is open");
             let memory = HashMap::from([(handle, region)]);
             Seat { connection, function, memory, contribution: None, leaving: false }
         })

@@ -8,7 +8,7 @@ mod processes;
 
 use super::*;
 use crate::dma::DmaMemory;
-use crate::ids::Rank;
+use crate::ids::{ChildIndex, GroupId};
 use crate::ring::{Doorbell, Patience};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use std::os::fd::OwnedFd;
@@ -31,6 +31,11 @@ fn bytes_of(region: &Region, offset_bytes: usize, len_bytes: usize) -> Vec<u8> {
     let mut bytes = vec![0; len_bytes];
     region.read(offset_bytes, &mut bytes);
     bytes
+}
+
+/// A message that carries a number and no descriptor.
+fn numbered(number: u64) -> Message {
+    Message::Attach { group: GroupId(0), child: ChildIndex(0), key: number }
 }
 
 #[test]
@@ -109,7 +114,7 @@ fn messages_arrive_whole_with_their_descriptor() {
 
     let region = Region::create(4096, Pages::Normal).expect("memory");
     region.write(0, b"handed over");
-    let attach = Message::Attach { rank: Rank(3), token: u64::MAX };
+    let attach = Message::Attach { group: GroupId(u32::MAX), child: ChildIndex(u16::MAX), key: u64::MAX };
     rank.send(&attach, None).expect("it is open");
     rank.send(&Message::Memory { handle: 9 }, Some(region.file())).expect("it is open");
     let received = device.receive(LONG).expect("a message");
@@ -124,7 +129,10 @@ fn messages_arrive_whole_with_their_descriptor() {
     assert!(matches!(device.receive(Duration::ZERO), Err(SocketError::Timeout(_))));
     drop(rank);
     assert!(matches!(device.receive(LONG), Err(SocketError::Closed)));
-    assert!(matches!(device.send(&Message::Refused { reason: 1 }, None), Err(SocketError::Closed)));
+    assert!(matches!(
+        device.send(&Message::Refused { reason: AttachRefusal::Stranger }, None),
+        Err(SocketError::Closed)
+    ));
     drop((device, listener));
     assert!(matches!(Connection::open(&name), Err(SocketError::Name { call: "connect", .. })));
 }
@@ -138,9 +146,11 @@ fn garbage_is_no_message() {
     connect(&rank, &SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("short")).expect("somebody listens");
     let device = listener.accept(LONG).expect("welcome").expect("somebody waits");
     let mut good = [0; 32];
-    good[..8].copy_from_slice(b"SUMS\x01\0\x04\0");
+    good[..9].copy_from_slice(b"SUMS\x01\0\x04\0\x01");
     let mut cases = vec![vec![0; 32], good[..31].to_vec(), [&good[..], &[0]].concat(), vec![0xff; 4096]];
-    for (at, value) in [(0, 0), (4, 2), (5, 1), (6, 5), (7, 1), (16, 1), (31, 1), (6, 2), (6, 3)] {
+    for (at, value) in
+        [(0, 0), (4, 2), (5, 1), (6, 7), (7, 1), (8, 0), (8, 4), (16, 1), (31, 1), (6, 2), (6, 3), (6, 5), (6, 6)]
+    {
         let mut bad = good;
         bad[at] = value;
         cases.push(bad.to_vec());
@@ -150,7 +160,7 @@ fn garbage_is_no_message() {
         assert!(matches!(device.receive(LONG), Err(SocketError::Malformed)), "{case:?}");
     }
     send(&rank, &good, SendFlags::empty()).expect("it is open");
-    assert_eq!(device.receive(LONG).expect("a message").message, Message::Refused { reason: 0 });
+    assert_eq!(device.receive(LONG).expect("a message").message, Message::Refused { reason: AttachRefusal::Stranger });
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::dma::{Capabilities, Profile};
-use crate::ids::{BootId, ChunkNo, Epoch, GroupId};
+use crate::ids::{BootId, ChunkNo, Epoch};
 use crate::mmio::AdminCommand;
 use crate::mmio::{CompletionEntry, EntryStatus, Features, FunctionConfig, SubmissionEntry};
 use crate::ring::{Consumer, Producer};
@@ -48,7 +48,7 @@ fn other_process() {
         "submit" => submit(&name),
         "wait for ever" => {
             let device = Connection::open(&name).expect("a device");
-            device.send(&Message::Attach { rank: Rank(0), token: 0 }, None).expect("it is open");
+            device.send(&ATTACH, None).expect("it is open");
             assert!(matches!(device.receive(LONG), Err(SocketError::Closed)));
         }
         "write" => write(&name),
@@ -57,6 +57,9 @@ fn other_process() {
         role => panic!("no role is called {role}"),
     }
 }
+
+/// What ranks say first.
+const ATTACH: Message = Message::Attach { group: GroupId(3), child: ChildIndex(2), key: u64::MAX };
 
 pub(super) fn config() -> FunctionConfig {
     FunctionConfig {
@@ -69,20 +72,18 @@ pub(super) fn config() -> FunctionConfig {
 }
 
 /// Accept a rank and give it a function.
-pub(super) fn welcome(listener: &Listener) -> (Connection, Rank, Function) {
+pub(super) fn welcome(listener: &Listener) -> (Connection, Function) {
     let connection = listener.accept(LONG).expect("welcome").expect("somebody waits");
-    let Message::Attach { rank, .. } = connection.receive(LONG).expect("a message").message else {
-        panic!("a rank attaches first")
-    };
+    assert_eq!(connection.receive(LONG).expect("a message").message, ATTACH);
     let function = Function::create(&config()).expect("memory");
     connection.send(&Message::Function, Some(function.file())).expect("it is open");
-    (connection, rank, function)
+    (connection, function)
 }
 
 /// Attach as a rank.
-pub(super) fn attach(name: &str, rank: Rank) -> (Connection, Function) {
+pub(super) fn attach(name: &str) -> (Connection, Function) {
     let device = Connection::open(name).expect("a device");
-    device.send(&Message::Attach { rank, token: 0 }, None).expect("it is open");
+    device.send(&ATTACH, None).expect("it is open");
     let received = device.receive(LONG).expect("a message");
     assert_eq!(received.message, Message::Function);
     let (function, _) = Function::open(received.file.expect("it comes with memory")).expect("a function");
@@ -96,7 +97,7 @@ fn entry(number: u64) -> SubmissionEntry {
 
 /// Submit all entries, and see each answered, in order; sleep wherever there is nothing to do.
 fn submit(name: &str) {
-    let (_device, function) = attach(name, Rank(0));
+    let (_device, function) = attach(name);
     let queue = function.queue(1).expect("a queue");
     let mut submissions = Producer::new(queue.submissions.clone());
     let mut completions = Consumer::new(queue.completions.clone());
@@ -137,7 +138,7 @@ fn serve(ranks: usize) {
     let listener = Listener::bind(&name).expect("a free name");
     let others: Vec<_> = (0..ranks).map(|_| Other::start("submit", &name)).collect();
     let functions: Vec<_> = others.iter().map(|_| welcome(&listener)).collect();
-    let queues: Vec<_> = functions.iter().map(|(_, _, function)| function.queue(1).expect("a queue")).collect();
+    let queues: Vec<_> = functions.iter().map(|(_, function)| function.queue(1).expect("a queue")).collect();
     let mut ends: Vec<_> = queues
         .iter()
         .map(|queue| (Consumer::new(queue.submissions.clone()), Producer::new(queue.completions.clone()), 0))
@@ -213,11 +214,11 @@ fn write(name: &str) {
                 // Stay mapped: what is severed later must stay out of reach.
                 let region = Region::open(file, 1 << 20).expect("it is sealed");
                 region.write(0, &[1; 4096]);
-                device.send(&Message::Refused { reason: handle }, None).expect("it is open");
+                device.send(&numbered(handle), None).expect("it is open");
                 let next = device.receive(LONG).expect("a message").message;
-                assert_eq!(next, Message::Refused { reason: 2 });
+                assert_eq!(next, numbered(2));
                 region.write(0, &[2; 4096]);
-                device.send(&Message::Refused { reason: 3 }, None).expect("it is open");
+                device.send(&numbered(3), None).expect("it is open");
             }
             Err(SocketError::Closed) => return,
             other => panic!("{other:?}"),
@@ -233,11 +234,11 @@ fn a_process_that_has_lost_its_share_writes_where_nobody_looks() {
     let device = listener.accept(LONG).expect("welcome").expect("somebody waits");
     let mut region = Region::create(4096, Pages::Normal).expect("memory");
     device.send(&Message::Memory { handle: 7 }, Some(region.file())).expect("it is open");
-    assert_eq!(device.receive(LONG).expect("a message").message, Message::Refused { reason: 7 });
+    assert_eq!(device.receive(LONG).expect("a message").message, numbered(7));
     assert_eq!(bytes_of(&region, 0, 4096), [1; 4096]);
     region.sever().expect("memory");
-    device.send(&Message::Refused { reason: 2 }, None).expect("it is open");
-    assert_eq!(device.receive(LONG).expect("a message").message, Message::Refused { reason: 3 });
+    device.send(&numbered(2), None).expect("it is open");
+    assert_eq!(device.receive(LONG).expect("a message").message, numbered(3));
     assert_eq!(bytes_of(&region, 0, 4096), [1; 4096]);
     drop(device);
     assert!(other.succeeded());

@@ -11,7 +11,7 @@ use std::vec;
 use std::vec::Vec;
 use sumac_hal::ctrl::Order;
 use sumac_hal::dma::{Address, Capabilities, Profile, RegionKey, RegionTable, Span};
-use sumac_hal::ids::{ChildIndex, ChunkNo, Rank};
+use sumac_hal::ids::{ChildIndex, ChunkNo, FunctionId};
 use sumac_hal::mmio::{CompletionEntry, Contribution, EntryStatus};
 use sumac_hal::op::Path;
 
@@ -27,13 +27,13 @@ pub(in crate::node::reference::tests) struct World {
     pub(in crate::node::reference::tests) regions: RegionTable<16>,
     /// By child; `None` where it contributes inline.
     pub(in crate::node::reference::tests) keys: Vec<Option<RegionKey>>,
-    pub(in crate::node::reference::tests) answers: Vec<(Rank, CompletionEntry)>,
+    pub(in crate::node::reference::tests) answers: Vec<(FunctionId, CompletionEntry)>,
     /// A bit for each child that has nothing to add.
     pub(in crate::node::reference::tests) empty: u16,
 }
 
-pub(in crate::node::reference::tests) fn owner(child: u16) -> Rank {
-    Rank(100 + u32::from(child))
+pub(in crate::node::reference::tests) fn owner(child: u16) -> FunctionId {
+    FunctionId(100 + u32::from(child))
 }
 
 /// What `child` contributes to `seq`: sums of these round, so that the order shows.

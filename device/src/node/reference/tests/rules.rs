@@ -86,7 +86,7 @@ fn what_is_wrong_with_an_entry_is_told_at_once_and_leaves_nothing() {
     for (entry, status) in cases {
         assert_eq!(world.submit(0, &entry), Err(status), "{entry:?}");
     }
-    let stranger = world.rig.node.submit(Rank(5), &good, &mut world.regions, world.rig.now);
+    let stranger = world.rig.node.submit(FunctionId(5), &good, &mut world.regions, world.rig.now);
     assert_eq!(stranger, Err(EntryStatus::UnknownGroup));
     assert_eq!((world.engine.in_flight.len(), world.rig.node.counters().contributions), (0, 0));
     assert_eq!(world.submit(0, &good), Ok(()));
