@@ -3,7 +3,7 @@
 use super::core::Core;
 use crate::choice::{Algo, Declared, Situation};
 use crate::coll::Place;
-use crate::controller::proto::JoinRequest;
+use crate::controller::proto::{Attach, JoinRequest};
 use crate::controller::{ClientError, Session};
 use crate::endpoint::Endpoint;
 use crate::exec::{JobToken, Mesh, MeshError, TreeDriver};
@@ -41,6 +41,8 @@ pub struct JoinConfig {
     pub bind: IpAddr,
     /// The data port.
     pub udp: UdpConfig,
+    /// How to reach the leaf device.
+    pub attach: Attach,
 }
 
 impl JoinConfig {
@@ -58,6 +60,7 @@ impl JoinConfig {
             join_timeout: Duration::from_secs(60),
             bind: controller.ip(),
             udp: UdpConfig::default(),
+            attach: Attach::Auto,
         }
     }
 
@@ -144,6 +147,8 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         order: config.order,
         mesh_addr,
         max_packet_len_bytes: u32::try_from(port.capabilities().max_packet_len_bytes).unwrap_or(u32::MAX),
+        attach: config.attach,
+        machine: (config.attach != Attach::Udp).then(sumac_hal::shm::machine).flatten(),
     };
     let lost = Arc::new(super::core::Lost::new(port.waker()));
     let watch = Arc::clone(&lost);

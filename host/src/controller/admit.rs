@@ -338,6 +338,7 @@ impl Placement {
             chunk_len_bytes: self.chunk_len_bytes,
             timers: config.timers.into(),
             facts,
+            bus: None,
         }
     }
 

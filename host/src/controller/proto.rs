@@ -5,7 +5,7 @@ use crate::endpoint::EndpointConfig;
 use crate::plan::Child;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
-use sumac_hal::ctrl::{DeviceCapabilities, Order, SharedLink, Stats, TimersConfig};
+use sumac_hal::ctrl::{Bus, DeviceCapabilities, Name, Order, SharedLink, Stats, TimersConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank};
 use sumac_hal::port::Addr;
 use thiserror::Error;
@@ -47,6 +47,23 @@ pub struct JoinRequest {
     pub mesh_addr: SocketAddr,
     /// The longest packet of its data port in bytes.
     pub max_packet_len_bytes: u32,
+    /// How it is to reach its leaf; each rank as it likes.
+    pub attach: Attach,
+    /// The machine that it runs on, if it can share memory with the processes there.
+    pub machine: Option<Name>,
+}
+
+/// How a rank reaches its leaf device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Attach {
+    /// By shared memory if the leaf is on the same machine and has a bus, else by packets.
+    #[default]
+    Auto,
+    /// By packets, which carry the data.
+    Udp,
+    /// By shared memory, which the device's engine reads and writes; or there is no tree, for that reason.
+    Shm,
 }
 
 /// What a controller answers, or says by itself.
@@ -160,6 +177,8 @@ pub struct TreeMembership {
     pub timers: TimersConfig,
     /// What the choice of a path needs.
     pub facts: TreeFacts,
+    /// The leaf's bus, if the rank contributes by reference: then the leaf takes nothing from its packets.
+    pub bus: Option<Bus>,
 }
 
 impl TreeMembership {

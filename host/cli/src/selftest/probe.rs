@@ -7,7 +7,7 @@
 use crate::cluster::ClusterError;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
-use sumac::controller::proto::JoinRequest;
+use sumac::controller::proto::{Attach, JoinRequest};
 use sumac::controller::{ClientError, Session};
 use sumac::endpoint::{Buffers, Endpoint, EndpointError, EndpointStats, Event, OpId, PostError};
 use sumac::exec::TreeDriver;
@@ -79,6 +79,9 @@ impl Probe {
             // Nobody connects to the only rank.
             mesh_addr: SocketAddr::new(controller.ip(), 0),
             max_packet_len_bytes: u32::try_from(port.capabilities().max_packet_len_bytes).unwrap_or(u32::MAX),
+            // Links are what is tested.
+            attach: Attach::Udp,
+            machine: None,
         };
         let (session, membership) = Session::join_on(controller, request, devices, timeout, |_| {})?;
         let tree = membership.tree.map_err(ProbeError::NoTree)?;
