@@ -32,7 +32,8 @@ mod trace;
 pub use group::{Child, Group};
 pub use memory::{Memory, Storage};
 pub use node::{
-    AttachError, Event, MAX_EVENTS, MAX_REPLIES, Node, NodeConfig, Outgoing, RedoSlot, Reference, References, Transmit,
+    Answer, AttachError, Event, MAX_EVENTS, MAX_REPLIES, Node, NodeConfig, Outgoing, RedoSlot, Reference, References,
+    Transmit,
 };
 pub use slot::Slot;
 pub use trace::{Entry, TRACE_LEN, Trace, TraceRing};

@@ -29,7 +29,7 @@ mod tests;
 mod transmit;
 
 pub(crate) use reference::ByReference;
-pub use reference::{AttachError, RedoSlot, Reference, References};
+pub use reference::{Answer, AttachError, RedoSlot, Reference, References};
 
 use crate::group::{Child, Failure, Group};
 use crate::memory::Storage;

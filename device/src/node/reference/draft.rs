@@ -106,7 +106,7 @@ impl Live<'_> {
             return false;
         }
         store.into_iter().for_each(|step| draft.push(step));
-        draft.push(Step::Publish { dst: self.redo_address(index), words: self.record(index) });
+        draft.push(Step::Publish { dst: self.redo_address(index), words: self.record(index, rounds) });
         draft.plan.publishes = true;
         draft.plan.rounds = rounds;
         let references = &refs.references[index * self.children.len()..][..self.children.len()];

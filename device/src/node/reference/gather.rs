@@ -204,7 +204,8 @@ impl Live<'_> {
 
     /// A chain of slot `index` failed: find out what it did before.
     fn judge_chain<E: LocalMemory>(&mut self, index: usize, engine: &mut E, now: Instant) -> Turn {
-        let record = self.record(index);
+        let rounds = self.refs.as_ref().is_some_and(|refs| refs.redo[index].plan.rounds);
+        let record = self.record(index, rounds);
         let found = self.read_record(index, engine);
         let state = self.slots[index].state;
         let Some(redo) = self.redo(index) else { return Turn::Idle };
@@ -363,7 +364,7 @@ impl Live<'_> {
             let bytes = &self.bytes[value];
             let span = Span { address: to, len_bytes: bytes.len() as u64 };
             engine.with_local(span, nothing_at(to), |acc, _| acc.copy_from_slice(bytes))?;
-            draft.push(Step::Publish { dst: self.redo_address(index), words: self.record(index) });
+            draft.push(Step::Publish { dst: self.redo_address(index), words: self.record(index, redo.rounded) });
             draft.plan.publishes = true;
         }
         // After a failure one at a time, so that memory that can't be written to is in nobody's way.

@@ -15,7 +15,7 @@
 //!
 //! | bytes | what |
 //! |---|---|
-//! | 0..16 | the record: epoch and checksum of the record, then seq; anything else says that nothing is published |
+//! | 0..16 | the record: in the first word epoch (bits 32..64) and CRC-32C of (group, epoch, seq, and a byte that is 1 if the result is in the bounce), in the second seq; anything else says that nothing is published |
 //! | 64.. | bounce: one chunk, for what is rounded to another size, and for engines that can't combine |
 //! | 64 + chunk.. | accumulators, one chunk each; the first one becomes the value |
 //!
@@ -30,6 +30,9 @@
 //!   input is as it was, and all of them are pulled again as a new attempt. What came inline is still in the node's own
 //!   memory, so nobody has to send it again.
 //! - Every submission is answered once, and its regions are held exactly until then.
+//!
+//! Beyond PROTOCOL 1, a child by reference need not come back to say what it has: the engine has landed its result when
+//! the answer is given, so `have` moves with the answer. A rank can submit a whole operation and sleep.
 
 mod chain;
 mod draft;
@@ -39,13 +42,15 @@ mod submit;
 #[cfg(test)]
 mod tests;
 
+pub use submit::Answer;
+
 use super::{Live, Node, NodeConfig};
 use crate::memory::{Span as Run, Storage, first_fit};
 use crate::sets::{ChildSet, SlotSet};
 use crate::slot::State;
 use sumac_hal::ctrl::Order;
 use sumac_hal::dma::{Address, Capabilities, Span, Tag};
-use sumac_hal::ids::{ChildIndex, FunctionId, GroupId};
+use sumac_hal::ids::{ChildIndex, Epoch, FunctionId, GroupId};
 use sumac_hal::mmio::EntryStatus;
 
 /// Bytes before a redo slot's bounce: its record, and what keeps the rest on a cache line of its own.
@@ -230,6 +235,19 @@ pub enum AttachError {
         /// What is needed.
         least: u32,
     },
+    /// The engine does not take the group's chunks.
+    #[error(
+        "chunks of {chunk_len_bytes} bytes don't suit the engine, which takes up to {max_len_bytes} bytes aligned to \
+         {alignment_bytes}"
+    )]
+    Chunk {
+        /// The group's.
+        chunk_len_bytes: u16,
+        /// The engine's longest step.
+        max_len_bytes: u32,
+        /// What its addresses have to be a multiple of.
+        alignment_bytes: u32,
+    },
     /// A table is full.
     #[error(
         "{references} references and {memory_bytes} bytes of redo memory are needed in one run each, in the first 256 \
@@ -289,6 +307,13 @@ impl<'m> Node<'m> {
             children.insert(usize::from(child.0));
         }
         let config = &group.config;
+        let Capabilities { alignment_bytes, max_len_bytes, .. } = references.capabilities;
+        let chunk = u32::from(config.chunk_len_bytes);
+        // Bounce and accumulators lie behind the head, one chunk apart.
+        let aligned = (chunk | HEAD_BYTES as u32) & (alignment_bytes - 1) == 0;
+        if chunk > max_len_bytes || !aligned {
+            return Err(AttachError::Chunk { chunk_len_bytes: config.chunk_len_bytes, max_len_bytes, alignment_bytes });
+        }
         let slot = Self::redo_slot_len_bytes(config.order, group.children.len as u16, config.chunk_len_bytes);
         let need = (group.slots.len * group.children.len, group.slots.len * slot);
         let used = self.storage.groups.iter().flatten().filter_map(|group| group.by_reference.as_ref());
@@ -322,6 +347,31 @@ impl<'m> Node<'m> {
         Ok(())
     }
 
+    /// Return where a group's redo slots begin in the memory for them, how long each is, and how many there are; `None`
+    /// if none of its children contributes by reference.
+    pub fn redo_slots(&self, id: GroupId) -> Option<(u64, usize, usize)> {
+        let group = self.storage.groups[self.find(id)?].as_ref()?;
+        let memory = group.by_reference.as_ref()?.memory;
+        let start = self.references.as_ref()?.memory.address.offset_bytes + memory.start as u64;
+        Some((start, memory.len / group.slots.len, group.slots.len))
+    }
+
+    /// End everything of a group's epoch (PROTOCOL 6). [`Node::is_ending`] tells whether some of it can still take
+    /// effect; false if there is no such group, or it is of another epoch.
+    pub fn fence(&mut self, id: GroupId, epoch: Epoch) -> bool {
+        let Some(index) = self.find(id) else { return false };
+        let same = self.storage.groups[index].as_ref().is_some_and(|group| group.config.epoch == epoch);
+        if same {
+            self.close_group(index);
+        }
+        same
+    }
+
+    /// Tell whether a group has ended while chains of it are in flight, or answers not yet given.
+    pub fn is_ending(&self, id: GroupId) -> bool {
+        self.storage.groups.iter().flatten().any(|group| group.config.group == id && group.is_closing())
+    }
+
     /// End a group: at once if nothing of it is by reference; else for everybody but its references, whose chains are
     /// aborted by the next [`Node::poll_dma`] and who get their answers. Then its entries are free.
     pub(super) fn close_group(&mut self, index: usize) {
@@ -329,6 +379,9 @@ impl<'m> Node<'m> {
         for slot in 0..live.slots.len() {
             live.owe_all(slot);
         }
+        // Nothing goes on as packets.
+        live.group.up = SlotSet::EMPTY;
+        live.group.down = SlotSet::EMPTY;
         if let Some(by_reference) = &mut live.group.by_reference {
             by_reference.closing.get_or_insert(EntryStatus::Fenced);
         }

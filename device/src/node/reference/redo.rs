@@ -6,15 +6,17 @@ use sumac_hal::dma::{Address, LocalMemory, Span, Status};
 use sumac_hal::wire::crc32c;
 
 impl Live<'_> {
-    /// Return the words that publish the result of slot `index`. The checksum is of the record itself: that the bytes
-    /// of the result are whole is what the order of a chain promises.
-    pub(super) fn record(&self, index: usize) -> [u64; 2] {
+    /// Return the words that publish the result of slot `index`, which is in the bounce if it was `rounded`. The
+    /// checksum is of the record itself: that the bytes of the result are whole is what the order of a chain promises.
+    /// Ranks look for it when the device is gone.
+    pub(super) fn record(&self, index: usize, rounded: bool) -> [u64; 2] {
         let seq = self.shard().global(self.slots[index].local).0;
         let (group, epoch) = (self.group.config.group.0, self.group.config.epoch.to_bits());
-        let mut bytes = [0; 16];
+        let mut bytes = [0; 17];
         bytes[..4].copy_from_slice(&group.to_le_bytes());
         bytes[4..8].copy_from_slice(&epoch.to_le_bytes());
-        bytes[8..].copy_from_slice(&seq.to_le_bytes());
+        bytes[8..16].copy_from_slice(&seq.to_le_bytes());
+        bytes[16] = u8::from(rounded);
         [u64::from(epoch) << 32 | u64::from(crc32c(&bytes)), seq]
     }
 

@@ -16,6 +16,17 @@ use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::NakReason;
 
+/// What a function's completion ring is told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Answer {
+    /// Whose ring.
+    pub function: FunctionId,
+    /// The entry.
+    pub entry: CompletionEntry,
+    /// For a mismatch and what is not supported: the first operation that came here, and the other.
+    pub operations: Option<(OpDesc, OpDesc)>,
+}
+
 /// A run of chunks as one child submitted it, once it was found well-formed.
 struct Submitted {
     child: usize,
@@ -79,21 +90,20 @@ impl Node<'_> {
         Ok(())
     }
 
-    /// Return the next answer for a ring, and whose ring it is; the child's regions are released.
-    pub fn poll_answer<const N: usize>(
-        &mut self,
-        regions: &mut RegionTable<N>,
-    ) -> Option<(FunctionId, CompletionEntry)> {
+    /// Return the next answer for a ring; the child's regions are released, and it holds the chunk from now on.
+    pub fn poll_answer<const N: usize>(&mut self, regions: &mut RegionTable<N>) -> Option<Answer> {
         for index in 0..self.storage.groups.len() {
             let Some(mut live) = self.live(index) else { continue };
-            let Some((owner, answer, reference)) = live.next_answer() else { continue };
+            let Some((child, answer, reference)) = live.next_answer() else { continue };
             for address in [reference.src, reference.dst].into_iter().flatten() {
                 regions.release(address.region);
             }
+            live.note_answered(child);
+            live.note_output();
             if self.storage.groups[index].as_ref().is_some_and(|group| group.is_closing()) {
                 self.free_if_quiet(index);
             }
-            return Some((owner, answer));
+            return Some(answer);
         }
         None
     }
@@ -241,7 +251,7 @@ impl Live<'_> {
     }
 
     /// Return the next answer that may be given, the lowest chunk's first.
-    fn next_answer(&mut self) -> Option<(FunctionId, CompletionEntry, Reference)> {
+    fn next_answer(&mut self) -> Option<(usize, Answer, Reference)> {
         let oldest = self.slot_index(self.shard().below(self.group.min_have));
         let (refs, by_reference) = (self.refs.as_mut()?, self.group.by_reference.as_mut()?);
         if by_reference.owed.is_empty() {
@@ -264,6 +274,7 @@ impl Live<'_> {
         let redo = &mut refs.redo[index];
         let slot = &self.slots[index];
         let seq = self.common.config.shard.global(slot.local);
+        let mut operations = None;
         let status = if redo.written.contains(child) {
             EntryStatus::Result
         } else if let Some(status) = by_reference.closing {
@@ -273,6 +284,7 @@ impl Live<'_> {
         } else if slot.state == State::Answered {
             EntryStatus::Done
         } else {
+            operations = self.group.failed.and_then(|failure| failure.ops);
             self.group.failed.map_or(EntryStatus::PathLost, |failure| status_of(failure.reason))
         };
         redo.owed.remove(child);
@@ -283,7 +295,7 @@ impl Live<'_> {
         let place = index * self.children.len() + child;
         let reference = core::mem::replace(&mut refs.references[place], Reference::EMPTY);
         let config = &self.group.config;
-        let answer = CompletionEntry::Answer {
+        let entry = CompletionEntry::Answer {
             status,
             group: config.group,
             epoch: config.epoch,
@@ -292,6 +304,26 @@ impl Live<'_> {
             window: self.group.granted(),
             stable: self.group.stable(),
         };
-        Some((self.children[child].owner?, answer, reference))
+        Some((child, Answer { function: self.children[child].owner?, entry, operations }, reference))
+    }
+
+    /// Move a child's `have` past what it was answered. By reference, landing is the engine's work, done before the
+    /// answer is given: nobody needs to wait for the rank to come back and say so. (It is a number over all shards, of
+    /// which a node knows one: where there are others, the rank has to say it.)
+    fn note_answered(&mut self, child: usize) {
+        let (shard, Some(refs)) = (self.shard(), &self.refs) else { return };
+        if shard.shards() != 1 {
+            return;
+        }
+        let mut local = shard.below(self.children[child].have);
+        let holds = |local: u64| {
+            let index = self.slot_index(local);
+            let slot = &self.slots[index];
+            slot.holds(local) && slot.state == State::Answered && !refs.redo[index].present.contains(child)
+        };
+        while holds(local) {
+            local += 1;
+        }
+        self.note_have(child, shard.global(local));
     }
 }

@@ -208,6 +208,27 @@ fn a_straggler_causes_headers_only() {
     assert_eq!(rig.node.poll_event(), None, "and the hop is not dead");
 }
 
+/// What a child says of chunks far beyond its window cuts nothing, and keeps no later cut from being made.
+#[test]
+fn only_a_near_chunk_cuts_the_window() {
+    let mut rig = Rig::new(Setup { window: 32, slots: 64, ..Setup::default() });
+    let cuts = |rig: &Rig| rig.node.counters().window_cuts;
+    rig.data(0, 0, &[1.0]);
+    let far = 1 << 40;
+    let marked = Repr { flags: Flags::WANT | Flags::CONGESTED, ..rig.up(Kind::Data, 0, far) };
+    rig.put(child_addr(0), marked, &[0; 4]);
+    let probe = |rig: &Rig, seq: u64| Repr { count: 8, ..rig.up(Kind::Probe, 0, seq) };
+    let lost = probe(&rig, far);
+    rig.put(child_addr(0), lost, &[]);
+    assert_eq!(cuts(&rig), 0, "nothing is there");
+    let lost = probe(&rig, 1);
+    rig.put(child_addr(0), lost, &[]);
+    assert_eq!(cuts(&rig), 1, "all eight are missing");
+    let marked = Repr { flags: Flags::WANT | Flags::CONGESTED, ..rig.up(Kind::Data, 0, 20) };
+    rig.put(child_addr(0), marked, &[0; 4]);
+    assert_eq!(cuts(&rig), 2, "the next window's");
+}
+
 /// A mark on the way up cuts the window like a loss, once a window; one on the way down is told to the parent, once.
 #[test]
 fn congestion_cuts_the_window_before_anything_is_lost() {

@@ -332,3 +332,70 @@ fn children_are_attached_once_at_the_beginning() {
     let mut plain = Rig::new(TWO);
     assert_eq!(plain.node.attach(group_id(0), &one), Err(AttachError::NoReferences));
 }
+
+#[test]
+fn the_window_moves_with_the_answers_without_a_word_from_the_ranks() {
+    let mut world = both();
+    // What a rank has it never says: `lag` counts on as if nothing had landed.
+    let ahead = |world: &World, child, seq| Contribution { lag: seq as u16, ..world.entry(child, seq) };
+    for seq in 0..CHUNKS {
+        for child in 0..2 {
+            let entry = ahead(&world, child, seq);
+            assert_eq!(world.submit(child, &entry), Ok(()), "seq {seq}");
+        }
+        let beyond = ahead(&world, 0, seq + 4);
+        if seq + 4 < CHUNKS {
+            assert_eq!(world.submit(0, &beyond), Err(EntryStatus::Window), "one has no answer yet");
+        }
+        world.run_all();
+        assert_eq!(world.take_answers().len(), 2);
+    }
+    assert_eq!(bits(&world.memory(1, CHUNKS - 1)), bits(&expression(Order::TreeFold, &[0, 1], CHUNKS - 1)));
+}
+
+#[test]
+fn an_answer_out_of_turn_moves_no_window() {
+    let mut world = both();
+    for seq in 0..4 {
+        // Pulled in order, so each chunk is one chain.
+        [1, 0].into_iter().for_each(|child| world.contribute(child, seq));
+    }
+    // The chains of 1, 2 and 3 are done, that of 0 is not.
+    for _ in 1..4 {
+        world.complete(1, None);
+    }
+    assert_eq!(world.take_answers().len(), 6);
+    let entry = Contribution { lag: 4, ..world.entry(0, 4) };
+    assert_eq!(world.submit(0, &entry), Err(EntryStatus::Window));
+    world.complete(0, None);
+    assert_eq!(world.submit(0, &entry), Ok(()));
+}
+
+#[test]
+fn chunks_that_the_engine_does_not_take_are_refused_before_anything_begins() {
+    let odd = World::full().with_alignment(128);
+    let short = World::full().with_max_len(32);
+    for capabilities in [odd, short] {
+        let mut world = World::detached(TWO, capabilities);
+        let error = world.rig.node.attach(group_id(0), &[(ChildIndex(0), owner(0))]).expect_err("refused");
+        assert!(matches!(error, crate::AttachError::Chunk { chunk_len_bytes: 64, .. }), "{error}");
+    }
+}
+
+#[test]
+fn a_fence_ends_when_no_chain_can_write_any_more() {
+    let mut world = both();
+    (0..2).for_each(|child| world.contribute(child, 0));
+    let other = Epoch { counter: EPOCH.counter + 1, ..EPOCH };
+    assert!(!world.rig.node.fence(group_id(0), other), "not the group's epoch");
+    assert_eq!(world.rig.node.redo_slots(group_id(0)).map(|(start, _, slots)| (start, slots)), Some((0, 8)));
+    assert!(world.rig.node.fence(group_id(0), EPOCH));
+    world.poll();
+    assert!(world.rig.node.is_ending(group_id(0)), "a chain is in flight");
+    assert_eq!(world.engine.aborts.len(), 1);
+    assert_eq!(world.take_answers(), []);
+    world.complete(0, Some(2));
+    assert_eq!(world.take_answers(), [(0, 0, EntryStatus::Fenced), (1, 0, EntryStatus::Fenced)]);
+    assert!(!world.rig.node.is_ending(group_id(0)));
+    assert!(!world.rig.node.fence(group_id(0), EPOCH), "it is gone");
+}
