@@ -26,19 +26,20 @@ pub use map::MapError;
 
 use crate::dma::{
     Address, Capabilities, Chain, Completion, DESCRIPTOR_WORDS, Descriptor, DmaMemory, Engine, LocalMemory, Profile,
-    RegionKey, Scope, Span, Status, SubmitError, WaitEngine,
+    RegionKey, Scope, Span, Status, Step, SubmitError, WaitEngine,
 };
 use crate::ring::{Consumer, OwnedRing, Patience, Producer};
 use map::Map;
+use run::Runner;
 use std::collections::VecDeque;
 use std::io;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use strict::InFlight;
-use worker::{COMPLETION_WORDS, Shared, Sleeper, Worker};
+use worker::{COMPLETION_WORDS, Farewell, Shared, Sleeper, Worker};
 
 /// How many chains more than others the queue of a slot may have before others take its chains.
 const AFFINITY_CHAINS: usize = 2;
@@ -76,6 +77,9 @@ pub struct DmaConfig {
     pub strictness: Strictness,
     /// How long threads look for work before they sleep.
     pub patience: Patience,
+    /// Chains that write no more than this in all are done by the thread that submits them: a short one takes less time
+    /// than waking another thread does. That thread has the default float environment. 0: none.
+    pub inline_len_bytes: u64,
     /// What each thread calls first, with its number: to take a core for its own, where the machine's owner wants that.
     pub on_start: Option<fn(usize)>,
 }
@@ -96,10 +100,14 @@ impl DmaConfig {
             strictness: Strictness::Hardware,
             // Its user wants a core as well.
             patience: Patience::for_this_machine(threads + 1),
+            inline_len_bytes: 0,
             on_start: None,
         }
     }
 }
+
+/// What an engine's threads call; see [`EmuEngine::start_notifying`].
+pub type Notify = Box<dyn Fn(u32) + Send + Sync>;
 
 /// Why an engine was not started.
 #[derive(Debug, thiserror::Error)]
@@ -143,17 +151,20 @@ struct Queue {
 
 /// The engine.
 pub struct EmuEngine {
+    /// Runs short chains. It borrows from `shared`, and is dropped before.
+    short: Runner<'static>,
     shared: Arc<Shared>,
+    inline_len_bytes: u64,
     queues: Vec<Queue>,
     capabilities: Capabilities,
     strictness: Strictness,
     patience: Patience,
     /// The device's own memory.
-    local: Vec<(RegionKey, Arc<HeapMemory>)>,
+    local: Vec<(RegionKey, Arc<dyn DmaMemory>)>,
     /// Descriptors of the chain that is being submitted.
     staged: Vec<[u64; DESCRIPTOR_WORDS]>,
-    /// Chains that strict mode has not let through.
-    refused: VecDeque<Completion>,
+    /// Chains that have ended here: short ones, and those that strict mode has not let through.
+    ended: VecDeque<Completion>,
     stats: DmaStats,
 }
 
@@ -166,12 +177,13 @@ impl EmuEngine {
         Self::start_notifying(config, None)
     }
 
-    /// Start an engine that calls `notify`, from any of its threads, after each completion: for a user that sleeps on
-    /// something else than [`WaitEngine::wait`]. It has to be quick, and cheap where nobody sleeps.
+    /// Start an engine that calls `notify`, from any of its threads, after each completion, with the number of chains
+    /// that its threads still have: for a user that sleeps on something else than [`WaitEngine::wait`]. It has to be
+    /// quick, and cheap where nobody sleeps. A user that is told of 0, or of few, misses nothing.
     ///
     /// # Errors
     /// [`StartError`].
-    pub fn start_notifying(config: DmaConfig, notify: Option<Box<dyn Fn() + Send + Sync>>) -> Result<Self, StartError> {
+    pub fn start_notifying(config: DmaConfig, notify: Option<Notify>) -> Result<Self, StartError> {
         let fits = (1..=DmaConfig::THREADS_MAX).contains(&config.threads)
             && (1..=config.queue_depth).contains(&config.max_steps)
             // A completion names the step in 16 bits.
@@ -186,21 +198,27 @@ impl EmuEngine {
             map: Map::new(config.regions),
             stop: AtomicBool::new(false),
             scopes: [const { AtomicU16::new(0) }; 1 << u8::BITS],
+            in_flight: AtomicU32::new(0),
             user: Sleeper::default(),
             notify,
         });
         let capabilities = Capabilities::new(config.profile, config.max_steps, config.queue_depth)
             .with_alignment(config.alignment_bytes);
         let depth = config.queue_depth as usize;
+        // SAFETY: the runner keeps this borrow, in an engine that keeps the `Arc` beside it and drops it later; what is
+        // behind an `Arc` does not move.
+        let map: &'static Map = unsafe { &*std::ptr::from_ref(&shared.map) };
         let mut engine = Self {
+            short: Runner::new(map, capabilities, config.strictness != Strictness::Hardware),
             shared,
+            inline_len_bytes: config.inline_len_bytes,
             queues: Vec::with_capacity(config.threads),
             capabilities,
             strictness: config.strictness,
             patience: config.patience,
             local: Vec::new(),
             staged: Vec::with_capacity(config.max_steps as usize),
-            refused: VecDeque::with_capacity(depth),
+            ended: VecDeque::with_capacity(depth),
             stats: DmaStats::default(),
         };
         for number in 0..config.threads {
@@ -227,7 +245,9 @@ impl EmuEngine {
             patience: config.patience,
         };
         let on_start = config.on_start;
+        let farewell = Farewell { shared: self.shared.clone(), sleeper: sleeper.clone() };
         let thread = thread::Builder::new().name(format!("dma-{number}")).spawn(move || {
+            let _farewell = farewell;
             if let Some(on_start) = on_start {
                 on_start(number);
             }
@@ -264,7 +284,14 @@ impl EmuEngine {
     /// # Errors
     /// [`MapError`].
     pub fn map_local(&mut self, key: RegionKey, len_bytes: usize) -> Result<(), MapError> {
-        let memory = Arc::new(HeapMemory::new(len_bytes));
+        self.map_local_memory(key, Arc::new(HeapMemory::new(len_bytes)))
+    }
+
+    /// The same for memory that outlives the engine, which others may read, but nobody else writes.
+    ///
+    /// # Errors
+    /// [`MapError`].
+    pub fn map_local_memory(&mut self, key: RegionKey, memory: Arc<dyn DmaMemory>) -> Result<(), MapError> {
         self.shared.map.map(key, memory.clone())?;
         self.local.push((key, memory));
         Ok(())
@@ -317,10 +344,20 @@ impl EmuEngine {
         }));
     }
 
+    /// Note the end of a chain that no thread of the engine has seen.
+    fn end(&mut self, completion: Completion) -> Result<(), SubmitError> {
+        if self.ended.len() == self.capabilities.queue_depth as usize {
+            return Err(SubmitError::Full { depth: self.capabilities.queue_depth });
+        }
+        self.stats.chains += 1;
+        self.ended.push_back(completion);
+        Ok(())
+    }
+
     /// Take one completion from anywhere.
     fn take(&mut self) -> Option<Completion> {
-        if let Some(refused) = self.refused.pop_front() {
-            return Some(refused);
+        if let Some(ended) = self.ended.pop_front() {
+            return Some(ended);
         }
         for queue in &mut self.queues {
             if let Some(words) = queue.completions.pop().expect("the engine's own ring") {
@@ -341,7 +378,7 @@ impl EmuEngine {
 
 impl Queue {
     fn dead(&self) -> bool {
-        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+        self.sleeper.is_gone()
     }
 }
 
@@ -359,12 +396,15 @@ impl Engine for EmuEngine {
         if self.strictness != Strictness::Hardware
             && let Some(step) = self.queues.iter().find_map(|queue| queue.in_flight.conflict(chain.steps))
         {
-            if self.refused.len() == self.capabilities.queue_depth as usize {
+            return self.end(Completion { tag: chain.tag, status: Status::Overlap, step: step as u16 });
+        }
+        if chain.steps.iter().map(Step::dst_len_bytes).sum::<u64>() <= self.inline_len_bytes {
+            if self.ended.len() == self.capabilities.queue_depth as usize {
                 return Err(full);
             }
-            self.stats.chains += 1;
-            self.refused.push_back(Completion { tag: chain.tag, status: Status::Overlap, step: step as u16 });
-            return Ok(());
+            let (status, step) = self.short.run(chain.steps, || false);
+            self.stats.steps += steps as u64;
+            return self.end(Completion { tag: chain.tag, status, step });
         }
         let index = self.choose(chain.tag.slot, steps).ok_or(full)?;
         self.stage(chain);
@@ -373,6 +413,7 @@ impl Engine for EmuEngine {
             return Err(SubmitError::Stopped);
         }
         queue.in_flight.push(chain.tag, chain.steps);
+        self.shared.in_flight.fetch_add(1, Ordering::Relaxed);
         let pushed = queue.submissions.push_batch(&self.staged).expect("the engine's own ring");
         assert_eq!(pushed, steps, "the ring holds all that is in flight");
         queue.sleeper.ring();
@@ -409,9 +450,9 @@ impl WaitEngine for EmuEngine {
     fn wait(&mut self, timeout: Option<Duration>) -> bool {
         // A timeout beyond the clock's end is none.
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        let (shared, queues, refused) = (&self.shared, &mut self.queues, &self.refused);
+        let (shared, queues, ended) = (&self.shared, &mut self.queues, &self.ended);
         shared.user.wait(self.patience, deadline, || {
-            !refused.is_empty()
+            !ended.is_empty()
                 || queues.iter_mut().any(|queue| {
                     queue.completions.available().expect("the engine's own ring") > 0
                         || queue.in_flight.len() > 0 && queue.dead()

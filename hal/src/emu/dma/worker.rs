@@ -4,6 +4,7 @@
 //! - a chain that was taken is completed once, in the order of its queue;
 //! - a thread sleeps only after it has announced that and looked once more, both here and at the engine's user.
 
+use super::Notify;
 use super::map::Map;
 use super::run::Runner;
 use crate::dma::{Capabilities, Completion, DESCRIPTOR_WORDS, Descriptor, Scope, Status, Step, Tag};
@@ -23,6 +24,23 @@ const BATCH: usize = 32;
 pub(super) struct Sleeper {
     bell: Doorbell<AtomicU32>,
     thread: Mutex<Option<Thread>>,
+    gone: AtomicBool,
+}
+
+/// Tells an engine's user that a thread has ended, be it by a panic.
+pub(super) struct Farewell {
+    pub(super) shared: Arc<Shared>,
+    pub(super) sleeper: Arc<Sleeper>,
+}
+
+impl Drop for Farewell {
+    fn drop(&mut self) {
+        self.sleeper.gone.store(true, Ordering::Release);
+        self.shared.user.ring();
+        if let Some(notify) = &self.shared.notify {
+            notify(0);
+        }
+    }
 }
 
 impl Sleeper {
@@ -31,6 +49,11 @@ impl Sleeper {
         if self.bell.ring() {
             self.wake();
         }
+    }
+
+    /// Tell whether the thread has ended; whatever it did is visible then.
+    pub(super) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
     }
 
     /// Tell whether the thread sleeps, or is about to.
@@ -92,8 +115,10 @@ pub(super) struct Shared {
     pub(super) scopes: [AtomicU16; 1 << u8::BITS],
     /// Who waits for completions.
     pub(super) user: Sleeper,
+    /// Chains that were handed to threads and have not ended.
+    pub(super) in_flight: AtomicU32,
     /// What else to call when there may be a completion for a user that sleeps elsewhere.
-    pub(super) notify: Option<Box<dyn Fn() + Send + Sync>>,
+    pub(super) notify: Option<Notify>,
 }
 
 impl Shared {
@@ -149,9 +174,10 @@ impl Worker {
         // The user takes no more chains than there are places for completions.
         let pushed = self.completions.push(&to_words(&completion)).expect("the engine's own ring");
         assert!(pushed, "a completion for every chain in flight has its place");
+        let left = self.shared.in_flight.fetch_sub(1, Ordering::Relaxed) - 1;
         self.shared.user.ring();
         if let Some(notify) = &self.shared.notify {
-            notify();
+            notify(left);
         }
     }
 }

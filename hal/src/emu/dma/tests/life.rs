@@ -160,7 +160,8 @@ fn no_wake_up_is_lost_between_engine_and_user() {
 fn a_user_that_sleeps_elsewhere_is_notified() {
     let notified = Arc::new(AtomicUsize::new(0));
     let count = notified.clone();
-    let notify = Box::new(move || {
+    let notify = Box::new(move |left| {
+        assert_eq!(left, 0, "one at a time");
         count.fetch_add(1, Ordering::Relaxed);
     });
     let mut engine = EmuEngine::start_notifying(config(Profile::CopyOnly, 1), Some(notify)).expect("threads");
@@ -171,7 +172,61 @@ fn a_user_that_sleeps_elsewhere_is_notified() {
         run(&mut engine, seq, &copy(0, 1));
     }
     drop(engine);
-    assert_eq!(notified.load(Ordering::Relaxed), 5);
+    assert_eq!(notified.load(Ordering::Relaxed), 5 + 1, "after each chain, and at the thread's end");
+}
+
+/// Whoever sleeps without a limit is told of a thread that dies: what it had taken ends, as failed.
+#[test]
+fn a_thread_that_dies_wakes_its_user() {
+    let mut config = config(Profile::CopyOnly, 1);
+    config.on_start = Some(|_| panic!("a thread that dies is what is tested"));
+    let mut engine = EmuEngine::start(config).expect("threads");
+    for index in 0..2 {
+        engine.map(key(index), Arc::new(HeapMemory::new(64))).expect("a free place");
+    }
+    match submit(&mut engine, 0, 0, &copy(0, 1)) {
+        // It was still alive: nobody takes the chain any more.
+        Ok(()) => {
+            assert!(engine.wait(None));
+            let mut completions = [NOTHING];
+            assert_eq!(engine.poll(&mut completions), 1);
+            assert_eq!(completions[0].status, Status::Hardware);
+        }
+        Err(error) => assert_eq!(error, SubmitError::Stopped),
+    }
+}
+
+#[test]
+fn short_chains_end_where_they_are_submitted() {
+    let notified = Arc::new(AtomicUsize::new(0));
+    let count = notified.clone();
+    let notify = Box::new(move |_| {
+        count.fetch_add(1, Ordering::Relaxed);
+    });
+    let config = DmaConfig { inline_len_bytes: 16, ..config(Profile::Full, 1) };
+    let mut engine = EmuEngine::start_notifying(config, Some(notify)).expect("threads");
+    let memories = [7, 0].map(|fill| {
+        let memory = Arc::new(HeapMemory::new(64));
+        memory.write(0, &[fill; 64]);
+        memory
+    });
+    for (index, memory) in memories.iter().enumerate() {
+        engine.map(key(index as u16), memory.clone()).expect("a free place");
+    }
+    let step = |len_bytes| Step::Copy { src: at(0, 0), dst: at(1, 0), len_bytes };
+    submit(&mut engine, 0, 0, &[step(8), step(8)]).expect("room");
+    let mut completions = [NOTHING; 2];
+    assert_eq!(engine.poll(&mut completions), 1);
+    assert_eq!((completions[0].status, completions[0].step), (Status::Done, 2));
+    assert_eq!(bytes_of(&memories[1], 0, 9), [7, 7, 7, 7, 7, 7, 7, 7, 0]);
+    // Wrong ones fail as they would there, and what nobody polls fills the queue.
+    submit(&mut engine, 1, 0, &[Step::Copy { src: at(0, 60), dst: at(1, 0), len_bytes: 8 }]).expect("room");
+    assert_eq!(engine.poll(&mut completions), 1);
+    assert_eq!(completions[0].status, Status::OutOfBounds);
+    let depth = engine.capabilities().queue_depth;
+    (0..depth).for_each(|seq| submit(&mut engine, seq.into(), 0, &[step(8)]).expect("room"));
+    assert_eq!(submit(&mut engine, 0, 0, &[step(8)]), Err(SubmitError::Full { depth }));
+    assert_eq!(notified.load(Ordering::Relaxed), 0, "no thread had anything to do");
 }
 
 #[test]
