@@ -14,11 +14,18 @@
 //! lock. The control thread hands each request to every shard and merges what they say. A board that loses its
 //! controller goes on serving its groups, whose leases the ranks' packets renew, and dials again.
 
+mod bus;
 mod control;
+mod function;
+mod functions;
 mod shard;
 #[cfg(test)]
 mod tests;
 
+pub use bus::BusConfig;
+pub use functions::BusError;
+
+use bus::Bus;
 use control::Control;
 use shard::{ShardHandle, start_shard};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -27,6 +34,7 @@ use sumac_hal::ctrl::{Announce, DeviceCapabilities, Name};
 use sumac_hal::ids::BootId;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::MAX_SHARDS;
+use sumac_hal::shm::SocketError;
 use sumac_hal::udp::{UdpConfig, UdpError};
 use thiserror::Error;
 
@@ -58,6 +66,8 @@ pub struct BoardConfig {
     pub udp: UdpConfig,
     /// How long to wait between two attempts to reach the controller.
     pub redial: Duration,
+    /// How ranks of this machine contribute by reference; `None` if they can't. Only a board of one shard has a bus.
+    pub bus: Option<BusConfig>,
 }
 
 impl BoardConfig {
@@ -77,6 +87,7 @@ impl BoardConfig {
             // All children may send a window at once; the kernel cuts this to what it allows.
             udp: UdpConfig { receive_buffer_bytes: 32 << 20, ..UdpConfig::default() },
             redial: Duration::from_millis(500),
+            bus: Some(BusConfig::default()),
         }
     }
 }
@@ -115,6 +126,12 @@ pub enum BoardError {
     /// A data port could not be opened.
     #[error("data port: {0}")]
     Port(#[from] UdpError),
+    /// There is nothing to contribute by reference with.
+    #[error("contributions by reference: {0}; start the device without its bus to do without them")]
+    References(#[from] BusError),
+    /// Nobody can attach.
+    #[error("bus: {0}; start the device without it to do without contributions by reference")]
+    Bus(SocketError),
     /// The system would not start a thread or give randomness.
     #[error("{what}: {source}")]
     System {
@@ -130,6 +147,8 @@ pub enum BoardError {
 pub struct Board {
     announce: Announce,
     control: Control,
+    // Its thread hands over to a shard's.
+    _bus: Option<Bus>,
     shards: Vec<ShardHandle>,
 }
 
@@ -154,10 +173,11 @@ impl Board {
             Some(addrs) => addrs.iter().copied().map(Addr::Udp).collect(),
             None => shards.iter().map(|shard| shard.addr).collect(),
         };
-        let announce = Announce { name, boot_id, capabilities, data_addrs, bus: None };
+        let bus = start_bus(&config, boot_id, &shards)?;
+        let announce = Announce { name, boot_id, capabilities, data_addrs, bus: bus.as_ref().map(Bus::announced) };
         let links = shards.iter().map(ShardHandle::link).collect();
         let control = Control::start(&config, announce.clone(), links)?;
-        Ok(Self { announce, control, shards })
+        Ok(Self { announce, control, _bus: bus, shards })
     }
 
     /// Return what the board tells its controller of itself.
@@ -199,6 +219,15 @@ fn check_data_addrs(config: &BoardConfig) -> Result<(), BoardError> {
         Some(addr) => Err(BoardError::AdvertiseAddr(*addr)),
         None => Ok(()),
     }
+}
+
+/// Let ranks attach to the shard that serves them.
+fn start_bus(config: &BoardConfig, boot_id: BootId, shards: &[ShardHandle]) -> Result<Option<Bus>, BoardError> {
+    let Some(bus) = &config.bus else { return Ok(None) };
+    let Some((arrivals, waker)) = shards.iter().find_map(|shard| Some((shard.arrivals.clone()?, shard.waker()))) else {
+        return Ok(None);
+    };
+    Bus::start(bus, boot_id, arrivals, waker)
 }
 
 /// What all shards can do.

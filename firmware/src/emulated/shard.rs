@@ -1,5 +1,7 @@
 //! One shard: a thread with a node, a port and storage of its own.
 
+use super::bus::Arrival;
+use super::functions::Functions;
 use super::{BoardConfig, BoardError};
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -7,8 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Instant as Clock;
-use sumac_device::{Child, Event, Node, NodeConfig, Slot, Storage, runtime};
-use sumac_hal::ctrl::{DeviceCapabilities, GroupConfig, Request, Response, Stats};
+use sumac_device::{Child, Event, Node, NodeConfig, RedoSlot, Reference, References, Slot, Storage, runtime};
+use sumac_hal::ctrl::{DeviceCapabilities, GroupConfig, NoBus, Refusal, Request, Response, Stats};
 use sumac_hal::ids::{BootId, GroupId};
 use sumac_hal::port::{Addr, Port, WaitPort};
 use sumac_hal::shard::Shard;
@@ -20,6 +22,8 @@ use sumac_hal::udp::{UdpPort, Waker};
 pub(super) struct ShardHandle {
     pub(super) addr: Addr,
     pub(super) capabilities: DeviceCapabilities,
+    /// Where to hand over who wants to attach, if it serves the bus.
+    pub(super) arrivals: Option<Sender<Arrival>>,
     link: ShardLink,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -48,6 +52,10 @@ impl ShardHandle {
         self.link.clone()
     }
 
+    pub(super) fn waker(&self) -> Waker {
+        self.link.waker.clone()
+    }
+
     pub(super) fn join(&mut self) {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
@@ -70,7 +78,7 @@ pub(super) fn start_shard(config: &BoardConfig, index: u16, boot_id: BootId) -> 
     let shard = Shard::new(index, config.shards).ok_or(BoardError::Shards(config.shards))?;
     // The board has checked that the sum is a port.
     let data_port = config.data_port.map_or(0, |first| first.saturating_add(index));
-    let port = UdpPort::bind(SocketAddr::new(config.bind, data_port), &config.udp)?;
+    let mut port = UdpPort::bind(SocketAddr::new(config.bind, data_port), &config.udp)?;
     let node_config = NodeConfig {
         shard,
         boot_id,
@@ -82,13 +90,24 @@ pub(super) fn start_shard(config: &BoardConfig, index: u16, boot_id: BootId) -> 
     let stop = Arc::new(AtomicBool::new(false));
     let mut tables = Tables::new(config);
     let capabilities = Node::new(node_config, tables.lend()).capabilities();
-    let worker =
-        Worker { port, node_config, inbox, stop: Arc::clone(&stop), name: config.name.clone(), joined: Vec::new() };
+    let (arrivals, functions) = match &config.bus {
+        // Memory is registered with the device; only with one shard is that with one table.
+        Some(bus) if config.shards == 1 => {
+            let (sender, arrivals) = channel();
+            let functions = Functions::start(bus, boot_id, arrivals, waker.clone())?;
+            port.watch(functions.watched()?);
+            (Some(sender), Some(functions))
+        }
+        _ => (None, None),
+    };
+    let (stopped, name) = (Arc::clone(&stop), config.name.clone());
+    let worker = Worker { port, node_config, inbox, stop: stopped, name, joined: Vec::new(), functions };
     let thread = std::thread::Builder::new()
         .name(format!("shard-{index}"))
         .spawn(move || worker.run(tables))
         .map_err(|source| BoardError::System { what: "start a shard's thread", source })?;
-    Ok(ShardHandle { addr, capabilities, link: ShardLink { requests, waker }, stop, thread: Some(thread) })
+    let link = ShardLink { requests, waker };
+    Ok(ShardHandle { addr, capabilities, arrivals, link, stop, thread: Some(thread) })
 }
 
 /// The shard's storage, on the heap.
@@ -98,6 +117,8 @@ struct Tables {
     children: Vec<Child>,
     slots: Vec<Slot>,
     bytes: Vec<u8>,
+    redo: Vec<RedoSlot>,
+    references: Vec<Reference>,
 }
 
 impl Tables {
@@ -108,6 +129,8 @@ impl Tables {
             children: vec![Child::EMPTY; config.children as usize],
             slots: vec![Slot::EMPTY; config.slots as usize],
             bytes: vec![0; config.slot_memory_bytes],
+            redo: vec![RedoSlot::EMPTY; if config.bus.is_some() { config.slots as usize } else { 0 }],
+            references: vec![Reference::EMPTY; if config.bus.is_some() { REFERENCES } else { 0 }],
         }
     }
 
@@ -120,7 +143,19 @@ impl Tables {
             bytes: &mut self.bytes,
         }
     }
+
+    /// Make the node, with what `functions` need if there are any.
+    fn node(&mut self, config: NodeConfig, functions: Option<&Functions>) -> Node<'_> {
+        let Some(functions) = functions else { return Node::new(config, self.lend()) };
+        let Self { groups, trees, children, slots, bytes, redo, references } = self;
+        let (memory, capabilities) = functions.redo_memory();
+        let references = References { redo, references, memory, capabilities };
+        Node::with_references(config, Storage { groups, trees, children, slots, bytes }, references)
+    }
 }
+
+/// References of all groups: slots times children of each.
+const REFERENCES: usize = 1 << 16;
 
 struct Worker {
     port: UdpPort,
@@ -130,11 +165,13 @@ struct Worker {
     name: String,
     /// Shared addresses that the port listens to, each for a group.
     joined: Vec<(GroupId, Addr)>,
+    /// Ranks of this machine that contribute by reference, if this shard serves the bus.
+    functions: Option<Functions>,
 }
 
 impl Worker {
     fn run(mut self, mut tables: Tables) {
-        let mut node = Node::new(self.node_config, tables.lend());
+        let mut node = tables.node(self.node_config, self.functions.as_ref());
         let start = Clock::now();
         let now = || Instant::from_nanos(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
         while !self.stop.load(Ordering::Acquire) {
@@ -147,14 +184,23 @@ impl Worker {
                 // Nobody waits for the answer if the board's control thread has ended.
                 let _ = answer.send(response);
             }
+            if let Some(functions) = &mut self.functions {
+                functions.poll_connections(&node);
+            }
             let next = runtime::poll(&mut node, &mut self.port, now());
+            let busy = self.functions.as_mut().is_some_and(|functions| functions.serve(&mut node, now()));
             while let Some(event) = node.poll_event() {
                 self.log(event);
                 self.leave_gone(&node);
             }
             let wait = next.map(|at| at - now());
-            if wait.is_none_or(|wait| !wait.is_zero()) {
-                self.port.wait(wait);
+            if !busy && wait.is_none_or(|wait| !wait.is_zero()) {
+                match &mut self.functions {
+                    Some(functions) if !functions.is_empty() => functions.sleep(&mut self.port, wait),
+                    _ => {
+                        self.port.wait(wait);
+                    }
+                }
             }
         }
     }
@@ -165,12 +211,24 @@ impl Worker {
             return node.control(&Request::CreateGroup(config), now);
         }
         // Shard speaks to shard: a tree's nodes have equally many.
+        if !config.by_reference.is_empty() && self.functions.is_none() {
+            return Response::Refused(Refusal::NoBus(NoBus::None));
+        }
         let shard = self.node_config.shard.index();
         match config.parent_shared.and_then(|shared| shared.addr.behind(shard)) {
             Some(addr) if self.port.join(addr) => self.joined.push((config.group, addr)),
             _ => config.parent_shared = None,
         }
-        node.control(&Request::CreateGroup(config), now)
+        let response = node.control(&Request::CreateGroup(config), now);
+        if let (Response::Done, Some(functions), false) =
+            (&response, &mut self.functions, config.by_reference.is_empty())
+            && let Err(refusal) = functions.expect(node, &config)
+        {
+            // Whole or not at all.
+            node.control(&Request::ReleaseGroup(config.group), now);
+            return Response::Refused(refusal);
+        }
+        response
     }
 
     /// Stop listening for groups that are gone, or were refused.
@@ -183,6 +241,9 @@ impl Worker {
             }
             stays
         });
+        if let Some(functions) = &mut self.functions {
+            functions.forget_gone(node);
+        }
     }
 
     fn log(&self, event: Event) {

@@ -193,6 +193,12 @@ impl<const N: usize> RegionTable<N> {
         gone
     }
 
+    /// Tell whether a region is registered, or deregistered and still in use.
+    pub fn contains(&self, key: RegionKey) -> bool {
+        let entry = self.entries.get(usize::from(key.index));
+        entry.is_some_and(|entry| entry.owner().is_some() && entry.generation == key.generation)
+    }
+
     /// Return how many regions are registered or draining.
     pub fn len(&self) -> usize {
         self.entries.iter().filter(|entry| entry.owner().is_some()).count()

@@ -356,6 +356,14 @@ impl<'m> Node<'m> {
         Some((start, memory.len / group.slots.len, group.slots.len))
     }
 
+    /// Tell whether a function contributes to a group.
+    pub fn contributes(&self, id: GroupId, function: FunctionId) -> bool {
+        let group = self.find(id).and_then(|index| self.storage.groups[index].as_ref());
+        group.is_some_and(|group| {
+            self.storage.children[group.children.range()].iter().any(|child| child.owner == Some(function))
+        })
+    }
+
     /// End everything of a group's epoch (PROTOCOL 6). [`Node::is_ending`] tells whether some of it can still take
     /// effect; false if there is no such group, or it is of another epoch.
     pub fn fence(&mut self, id: GroupId, epoch: Epoch) -> bool {

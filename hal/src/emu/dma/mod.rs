@@ -312,6 +312,11 @@ impl EmuEngine {
         Ok(unsafe { memory.base().add(address.offset_bytes as usize) })
     }
 
+    /// Tell whether there is something to poll.
+    pub fn has_completions(&mut self) -> bool {
+        !self.ended.is_empty() || self.queues.iter_mut().any(Queue::has_completions)
+    }
+
     /// Return what the engine has done.
     pub fn stats(&self) -> DmaStats {
         self.stats
@@ -377,6 +382,10 @@ impl EmuEngine {
 }
 
 impl Queue {
+    fn has_completions(&mut self) -> bool {
+        self.completions.available().expect("the engine's own ring") > 0 || self.in_flight.len() > 0 && self.dead()
+    }
+
     fn dead(&self) -> bool {
         self.sleeper.is_gone()
     }
@@ -451,13 +460,7 @@ impl WaitEngine for EmuEngine {
         // A timeout beyond the clock's end is none.
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let (shared, queues, ended) = (&self.shared, &mut self.queues, &self.ended);
-        shared.user.wait(self.patience, deadline, || {
-            !ended.is_empty()
-                || queues.iter_mut().any(|queue| {
-                    queue.completions.available().expect("the engine's own ring") > 0
-                        || queue.in_flight.len() > 0 && queue.dead()
-                })
-        })
+        shared.user.wait(self.patience, deadline, || !ended.is_empty() || queues.iter_mut().any(Queue::has_completions))
     }
 }
 

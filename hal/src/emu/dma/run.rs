@@ -54,6 +54,10 @@ pub(super) struct Runner<'a> {
     spans: Vec<(Span, bool)>,
 }
 
+// SAFETY: pins and pointers are of the chain that runs, and nobody sends a runner away while it runs; what it borrows
+// is shared by all threads of the engine anyway.
+unsafe impl Send for Runner<'_> {}
+
 impl<'a> Runner<'a> {
     pub(super) fn new(map: &'a Map, capabilities: Capabilities, strict: bool) -> Self {
         let steps = capabilities.max_steps as usize;
@@ -100,6 +104,7 @@ impl<'a> Runner<'a> {
         }
         self.steps.clear();
         self.pins.clear();
+        self.spans.clear();
         (ended.0, ended.1 as u16)
     }
 

@@ -1,0 +1,344 @@
+//! The functions of a board: ranks of this machine that contribute by reference, served by the board's one shard.
+//!
+//! ```text
+//! rank ---- submission rings ----> Functions --- Node::submit --------> node
+//!   ^                                  |                                  | Node::poll_dma
+//!   |                                  v                                  v
+//!   '------ completion rings ---- Node::poll_answer <-- completions --- engine
+//! ```
+//!
+//! A rank's ring is where its submissions wait: what the node's window does not let in yet stays there, in order, and is
+//! tried again when something has moved.
+//!
+//! Invariants:
+//! - a function touches its own rings, memory and connection only; one that breaks a ring or an entry is hung up on, and
+//!   nobody else notices;
+//! - chunks taken and not answered never exceed the completion ring, so that an answer always has its place;
+//! - memory is unmapped when its last use has been released, also that of ranks that are gone.
+
+use super::bus::{Arrival, BusConfig};
+use super::function::{Attached, Ended};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::sync::mpsc::Receiver;
+use std::thread;
+use std::time::Duration;
+use sumac_device::{AttachError, Node};
+use sumac_hal::ctrl::{GroupConfig, NoBus, Refusal};
+use sumac_hal::dma::{Address, Capabilities, Completion, Engine, RegionKey, RegionTable, Span, Status, Tag};
+use sumac_hal::emu::dma::{DmaConfig, EmuEngine, StartError, Strictness};
+use sumac_hal::ids::{BootId, ChildIndex, FunctionId, GroupId};
+use sumac_hal::mmio::CompletionEntry;
+use sumac_hal::port::WaitPort;
+use sumac_hal::ring::{Doorbell, Patience};
+use sumac_hal::shm::{AttachRefusal, Bells, MemoryError, Message, Pages, Region, SocketError};
+use sumac_hal::time::Instant;
+use sumac_hal::udp::{UdpPort, Waker};
+use sumac_hal::wire::pack_op;
+use thiserror::Error;
+
+/// Regions of all functions.
+const REGIONS: usize = 4096;
+
+/// Regions of one function: what a program allocates, and its bounce buffer.
+const REGIONS_PER_FUNCTION: usize = 256;
+
+/// The redo slots' place among the engine's regions, behind those that the table gives out.
+const REDO: RegionKey = RegionKey { index: REGIONS as u16, generation: 1 };
+
+/// Chains that write no more than this are done by the shard itself: some microseconds' work, which is less than waking
+/// an engine's thread takes.
+const INLINE_LEN_BYTES: u64 = 32 << 10;
+
+/// The engine's threads wake the shard when they have no more chains than this left, not after each: until then there is
+/// enough for them to do.
+const LOW_CHAINS: u32 = 4;
+
+/// Completions taken at a time.
+const BATCH: usize = 32;
+
+/// How long the shard sleeps while a rank leaves no place for its answers, which no rank of this version does.
+const FULL_RING: Duration = Duration::from_millis(1);
+
+/// Why there are no functions.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum BusError {
+    /// No memory for redo slots.
+    #[error("redo slots: {0}")]
+    Memory(#[from] MemoryError),
+    /// No engine.
+    #[error(transparent)]
+    Engine(#[from] StartError),
+    /// Nothing to sleep on.
+    #[error("bells: {0}")]
+    Bells(#[from] rustix::io::Errno),
+}
+
+/// A child that may attach.
+struct Link {
+    group: GroupId,
+    child: ChildIndex,
+    key: u64,
+    function: FunctionId,
+    attached: bool,
+}
+
+/// All functions of a board.
+pub(super) struct Functions {
+    engine: EmuEngine,
+    regions: Box<RegionTable<REGIONS>>,
+    redo: Arc<Region>,
+    /// What ranks and connections wake.
+    bells: Bells,
+    /// What the engine rings while the shard sleeps.
+    doorbell: Arc<Doorbell<AtomicU32>>,
+    patience: Patience,
+    boot_id: BootId,
+    arrivals: Receiver<Arrival>,
+    links: Vec<Link>,
+    next: u32,
+    attached: Vec<Attached>,
+    /// Memory of functions that are gone, still in use.
+    stranded: Vec<RegionKey>,
+    /// Functions whose connection has something.
+    stirred: Vec<u64>,
+}
+
+impl Functions {
+    /// Start the engine.
+    pub(super) fn start(
+        config: &BusConfig,
+        boot_id: BootId,
+        arrivals: Receiver<Arrival>,
+        waker: Waker,
+    ) -> Result<Self, BusError> {
+        let doorbell = Arc::new(Doorbell::new(AtomicU32::new(0)));
+        let bell = doorbell.clone();
+        let notify = Box::new(move |left| {
+            if left <= LOW_CHAINS && bell.ring() {
+                waker.wake();
+            }
+        });
+        let dma = DmaConfig {
+            regions: REGIONS + 1,
+            inline_len_bytes: INLINE_LEN_BYTES,
+            strictness: if config.strict { Strictness::Strict } else { Strictness::Hardware },
+            ..DmaConfig::new(config.profile, config.threads)
+        };
+        let mut engine = EmuEngine::start_notifying(dma, Some(notify))?;
+        let redo = Arc::new(Region::create(config.redo_memory_bytes, Pages::Normal)?);
+        // The first one there, and the table is longer than its index.
+        engine.map_local_memory(REDO, redo.clone()).expect("a free place");
+        Ok(Self {
+            engine,
+            regions: Box::new(RegionTable::new(REGIONS_PER_FUNCTION)),
+            redo,
+            bells: Bells::new()?,
+            doorbell,
+            // The shard, its engine, and a rank.
+            patience: Patience::for_this_machine(config.threads + 2),
+            boot_id,
+            arrivals,
+            links: Vec::new(),
+            next: 0,
+            attached: Vec::new(),
+            stranded: Vec::new(),
+            stirred: Vec::new(),
+        })
+    }
+
+    /// Return what the shard's port has to watch besides its sockets.
+    pub(super) fn watched(&self) -> Result<std::os::fd::OwnedFd, BusError> {
+        use std::os::fd::AsFd;
+        Ok(rustix::io::fcntl_dupfd_cloexec(self.bells.as_fd(), 0)?)
+    }
+
+    /// Return the memory of redo slots as the node is to use it.
+    pub(super) fn redo_memory(&self) -> (Span, Capabilities) {
+        use sumac_hal::dma::DmaMemory;
+        let address = Address { region: REDO, offset_bytes: 0 };
+        (Span { address, len_bytes: self.redo.len_bytes() as u64 }, *self.engine.capabilities())
+    }
+
+    /// Reserve what a new group's children by reference need, and let them attach.
+    pub(super) fn expect(&mut self, node: &mut Node<'_>, config: &GroupConfig) -> Result<(), Refusal> {
+        let mut number = || {
+            self.next = self.next.wrapping_add(1);
+            FunctionId(self.next)
+        };
+        let owners: Vec<_> = config.by_reference.iter().map(|child| (child, number())).collect();
+        node.attach(config.group, &owners).map_err(|error| match error {
+            AttachError::NoRoom { memory_bytes, .. } => Refusal::NoRedoMemory { need: memory_bytes as u64 },
+            AttachError::Steps { .. } | AttachError::Chunk { .. } => Refusal::NoBus(NoBus::Engine),
+            _ => Refusal::NoBus(NoBus::Groups),
+        })?;
+        self.links.extend(owners.into_iter().map(|(child, function)| Link {
+            group: config.group,
+            child,
+            key: config.secret.child_key(config.group, config.epoch, child),
+            function,
+            attached: false,
+        }));
+        Ok(())
+    }
+
+    /// Forget the children of groups that are gone.
+    pub(super) fn forget_gone(&mut self, node: &Node<'_>) {
+        self.links.retain(|link| node.has_group(link.group));
+    }
+
+    /// Take in who has arrived, and what connections say.
+    pub(super) fn poll_connections(&mut self, node: &Node<'_>) {
+        while let Ok(arrival) = self.arrivals.try_recv() {
+            if let Err(error) = self.welcome(node, arrival) {
+                tracing::warn!(%error, "a rank can't attach");
+            }
+        }
+        let stirred = &mut self.stirred;
+        self.bells.poll(|number| stirred.push(number));
+        for number in std::mem::take(&mut self.stirred) {
+            let Some(at) = self.attached.iter().position(|function| function.is_number(number)) else { continue };
+            if let Err(ended) = self.attached[at].hear() {
+                self.detach(at, &ended);
+            }
+        }
+    }
+
+    fn welcome(&mut self, node: &Node<'_>, arrival: Arrival) -> Result<(), SocketError> {
+        let Arrival { connection, group, child, key } = arrival;
+        let link = self.links.iter_mut().find(|link| (link.group, link.child, link.key) == (group, child, key));
+        let refused = match &link {
+            None => Some(AttachRefusal::Stranger),
+            Some(link) if link.attached => Some(AttachRefusal::Attached),
+            Some(_) => None,
+        };
+        let (Some(link), Some(redo), None) = (link, node.redo_slots(group), refused) else {
+            let reason = refused.unwrap_or(AttachRefusal::Stranger);
+            return connection.send(&Message::Refused { reason }, None);
+        };
+        let capabilities = *self.engine.capabilities();
+        match Attached::create(link.function, connection, (self.boot_id, capabilities), (&self.redo, redo), &self.bells)
+        {
+            Ok(attached) => {
+                link.attached = true;
+                tracing::debug!(%group, %child, function = %link.function, "attached");
+                self.attached.push(attached);
+                Ok(())
+            }
+            Err((connection, error)) => {
+                tracing::warn!(%error, "no function");
+                connection.send(&Message::Refused { reason: AttachRefusal::NoRoom }, None)
+            }
+        }
+    }
+
+    /// A function is gone: its memory goes with the last use.
+    fn detach(&mut self, at: usize, ended: &Ended) {
+        let attached = self.attached.swap_remove(at);
+        tracing::debug!(function = %attached.id(), why = %ended, "detached");
+        for &key in attached.memory() {
+            match self.regions.deregister(attached.id(), key) {
+                Ok(true) => {
+                    self.engine.unmap(key);
+                }
+                Ok(false) => self.stranded.push(key),
+                // Being deregistered already.
+                Err(_) => self.stranded.push(key),
+            }
+        }
+        attached.leave(&self.bells);
+    }
+
+    /// Do what there is to do without waiting; true if anything was done.
+    pub(super) fn serve(&mut self, node: &mut Node<'_>, now: Instant) -> bool {
+        let mut busy = false;
+        let mut at = 0;
+        while at < self.attached.len() {
+            let function = &mut self.attached[at];
+            match function.take(node, &mut self.regions, &mut self.engine, now) {
+                Ok(taken) => {
+                    busy |= taken;
+                    at += 1;
+                }
+                Err(ended) => self.detach(at, &ended),
+            }
+        }
+        let nothing = Completion { tag: Tag::default(), status: Status::Done, step: 0 };
+        loop {
+            // What was submitted may have ended already: short chains do.
+            node.poll_dma(&mut self.engine, now);
+            let mut completions = [nothing; BATCH];
+            let count = self.engine.poll(&mut completions);
+            completions[..count].iter().for_each(|completion| node.handle_completion(completion));
+            if count == 0 {
+                break;
+            }
+            busy = true;
+        }
+        busy |= self.answer(node);
+        busy
+    }
+
+    /// Hand out answers, and what commands have waited for.
+    fn answer(&mut self, node: &mut Node<'_>) -> bool {
+        let mut busy = false;
+        while let Some(answer) = node.poll_answer(&mut self.regions) {
+            busy = true;
+            // Nobody hears the answers of those that are gone.
+            let Some(function) = self.attached.iter_mut().find(|function| function.id() == answer.function) else {
+                continue;
+            };
+            if let Some((first, other)) = answer.operations {
+                function.tell(CompletionEntry::Operations { first: pack_op(&first), other: pack_op(&other) });
+            }
+            function.tell(answer.entry);
+        }
+        if !self.stranded.is_empty() {
+            let (regions, engine) = (&self.regions, &mut self.engine);
+            self.stranded.retain(|&key| regions.contains(key) || !engine.unmap(key));
+        }
+        let mut at = 0;
+        while at < self.attached.len() {
+            let function = &mut self.attached[at];
+            function.finish(node, &self.regions, &mut self.engine);
+            match function.publish() {
+                Ok(told) => {
+                    busy |= told;
+                    at += 1;
+                }
+                Err(ended) => self.detach(at, &ended),
+            }
+        }
+        busy
+    }
+
+    fn has_news(&mut self) -> bool {
+        self.engine.has_completions() || self.attached.iter_mut().any(Attached::has_news)
+    }
+
+    /// Sleep until there is something to do, or `timeout` has passed.
+    pub(super) fn sleep(&mut self, port: &mut UdpPort, timeout: Option<Duration>) {
+        for _ in 0..self.patience.yields {
+            if self.has_news() {
+                return;
+            }
+            thread::yield_now();
+        }
+        self.doorbell.announce();
+        self.attached.iter_mut().for_each(Attached::announce);
+        if !self.has_news() {
+            let full = self.attached.iter().any(Attached::is_full);
+            let timeout =
+                if full { Some(timeout.map_or(FULL_RING, |timeout| timeout.min(FULL_RING))) } else { timeout };
+            port.wait(timeout);
+        }
+        self.doorbell.awake();
+        self.attached.iter_mut().for_each(Attached::awake);
+    }
+
+    /// Tell whether nobody has attached.
+    pub(super) fn is_empty(&self) -> bool {
+        self.attached.is_empty()
+    }
+}
