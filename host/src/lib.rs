@@ -22,5 +22,6 @@ pub use comm::{
     BUCKET_BYTES, Buffers, CallOptions, Canceller, Cart, Communicator, Element, Error, Handle, JoinConfig, JoinError,
     MessageHandle, Outcome, SplitError,
 };
+pub use controller::proto::Attach;
 pub use sumac_hal::ctrl::Order;
 pub use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};

@@ -5,11 +5,12 @@
 //! possible" is a named reason ([`RuledOut`]), never a silent infinite cost.
 //!
 //! Costs in seconds for n bytes over N ranks, from the table's alpha (s a message), beta (s a byte moved through one
-//! process) and gamma (s a byte combined):
+//! process, or by one engine) and gamma (s a byte combined):
 //!
 //! | path | cost | source |
 //! |---|---|---|
 //! | tree | 2 L alpha + n (r beta + (i + o) beta_node + g gamma) | each of L levels up and down; a rank moves r n bytes; the node with most children, c, takes in i n, combines g n and sends o n, and is the bottleneck of a pipeline of chunks |
+//! | tree, all ranks by reference | 2 alpha_reference + n (i + o) beta_reference, and, where L > 1, the tree of L - 1 levels above | the leaf's engine reads i n, combines it on the way and writes o n; ranks move nothing; above the leaves everything is packets |
 //! | schedules | as the table in [`crate::coll`] has them | each named there |
 //!
 //! with, for all-reduce, r = 2 and i = o = g = c; reduce: 2, c, 1, c; broadcast: 1, 1, c, 0; reduce-scatter: 1 + 1/N, c, 1,
@@ -145,6 +146,8 @@ pub struct TreeFacts {
     pub ops: u32,
     /// Bit n: all nodes know collective number n.
     pub collectives: u32,
+    /// Whether all ranks contribute by reference to their leaves: the same at all ranks.
+    pub by_reference: bool,
 }
 
 /// The first condition that rules a path out.
@@ -197,6 +200,8 @@ pub struct Explanation {
     pub chosen: Option<Path>,
     /// What the controller's overrides say for this size.
     pub overridden: Option<Path>,
+    /// Whether there is a tree to which all ranks contribute by reference: its cost is that of such a tree.
+    pub by_reference: bool,
 }
 
 impl Explanation {
@@ -228,7 +233,10 @@ impl fmt::Display for Explanation {
         for Candidate { path, cost_s } in &self.candidates {
             let mark = if Some(*path) == self.chosen { '*' } else { ' ' };
             match cost_s {
-                Ok(cost) => writeln!(f, "{mark} {:<13} {:>12.1} us", path.name(), cost * 1e6)?,
+                Ok(cost) => {
+                    let how = if *path == Path::Tree && self.by_reference { "  by reference" } else { "" };
+                    writeln!(f, "{mark} {:<13} {:>12.1} us{how}", path.name(), cost * 1e6)?;
+                }
                 Err(reason) => writeln!(f, "{mark} {:<13} ruled out: {reason}", path.name())?,
             }
         }
@@ -258,7 +266,8 @@ pub fn explain(situation: &Situation, desc: &OpDesc, requested: Algo) -> Explana
             .and_then(wanted)
             .or_else(|| possible.clone().min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(path, _)| path)),
     };
-    Explanation { requested, candidates, chosen, overridden }
+    let by_reference = situation.tree.as_ref().is_ok_and(|tree| tree.by_reference);
+    Explanation { requested, candidates, chosen, overridden, by_reference }
 }
 
 /// Return the cost of the tree: a pipeline of chunks through its slowest part, at a rank or at a node.
@@ -284,7 +293,15 @@ fn judge_tree(situation: &Situation, desc: &OpDesc) -> Result<f64, RuledOut> {
     };
     let combined = if desc.collective.reduces() { taken } else { 0.0 };
     let each = rank * table.beta_tree_s + (taken + sent) * table.beta_node_s + combined * table.gamma_s;
-    Ok(2.0 * f64::from(tree.levels) * table.alpha_tree_s + n * each)
+    let by_packets = |levels: u32| match levels {
+        0 => 0.0,
+        levels => 2.0 * f64::from(levels) * table.alpha_tree_s + n * each,
+    };
+    if !tree.by_reference {
+        return Ok(by_packets(tree.levels));
+    }
+    let leaf = 2.0 * table.alpha_reference_s + n * (taken + sent) * table.beta_reference_s;
+    Ok(leaf + by_packets(tree.levels.saturating_sub(1)))
 }
 
 /// Return the cost of a schedule; its own formula, for elements of this operation's size.
@@ -325,8 +342,14 @@ mod tests {
     use sumac_hal::ids::Rank;
     use sumac_hal::op::Dtype;
 
-    const TREE: TreeFacts =
-        TreeFacts { levels: 2, max_children: 2, dtypes: u32::MAX, ops: u32::MAX, collectives: u32::MAX };
+    const TREE: TreeFacts = TreeFacts {
+        levels: 2,
+        max_children: 2,
+        dtypes: u32::MAX,
+        ops: u32::MAX,
+        collectives: u32::MAX,
+        by_reference: false,
+    };
 
     fn situation(ranks: u32, order: Order, tree: Result<TreeFacts, String>) -> Situation {
         let declared = Declared::flat(ranks, order);
@@ -343,20 +366,24 @@ mod tests {
         candidates.find(|candidate| candidate.path == path).expect("a candidate").cost_s
     }
 
+    /// Constants whose parts of a sum can be told apart.
+    const ROUND: CostTable = CostTable {
+        version: 1,
+        alpha_tree_s: 1.0,
+        alpha_step_s: 1.0,
+        beta_tree_s: 100.0,
+        beta_step_s: 1.0,
+        beta_node_s: 1.0,
+        gamma_s: 0.0,
+        alpha_reference_s: 0.25,
+        beta_reference_s: 0.5,
+        overrides: Vec::new(),
+    };
+
     #[test]
     fn costs_follow_the_formulas() {
-        let table = CostTable {
-            version: 1,
-            alpha_tree_s: 1.0,
-            alpha_step_s: 1.0,
-            beta_tree_s: 100.0,
-            beta_step_s: 1.0,
-            beta_node_s: 1.0,
-            gamma_s: 0.0,
-            overrides: Vec::new(),
-        };
         let at = |ranks, desc: OpDesc, path| {
-            cost(&Situation { table: table.clone(), ..situation(ranks, Order::Arrival, Ok(TREE)) }, &desc, path)
+            cost(&Situation { table: ROUND, ..situation(ranks, Order::Arrival, Ok(TREE)) }, &desc, path)
         };
         // 240 bytes.
         assert_eq!(at(4, sum(60), Path::Tree), Ok(4.0 + 240.0 * (200.0 + 4.0)));
@@ -367,6 +394,31 @@ mod tests {
         assert_eq!(at(4, sum(60), Path::HalvingDoubling), Ok(4.0 + 360.0));
         assert_eq!(at(6, sum(60), Path::HalvingDoubling), Ok(6.0 + 360.0 + 480.0));
         assert_eq!(at(4, OpDesc::barrier(), Path::Dissemination), Ok(2.0));
+    }
+
+    #[test]
+    fn by_reference_the_engine_moves_what_packets_would_below_the_leaves() {
+        let at = |levels, desc: OpDesc| {
+            let tree = TreeFacts { levels, by_reference: true, ..TREE };
+            cost(&Situation { table: ROUND, ..situation(4, Order::Arrival, Ok(tree)) }, &desc, Path::Tree)
+        };
+        // 240 bytes, 2 children.
+        assert_eq!(at(1, sum(60)), Ok(0.5 + 240.0 * 4.0 * 0.5));
+        assert_eq!(at(2, sum(60)), Ok(0.5 + 240.0 * 4.0 * 0.5 + 2.0 + 240.0 * (200.0 + 4.0)));
+        assert_eq!(at(1, OpDesc::broadcast(Dtype::F32, Rank(0), 60)), Ok(0.5 + 240.0 * 3.0 * 0.5));
+        assert_eq!(at(1, OpDesc::barrier()), Ok(0.5));
+        assert_eq!(at(3, OpDesc::barrier()), Ok(4.5));
+    }
+
+    #[test]
+    fn an_explanation_says_that_the_tree_is_by_reference() {
+        let told = |by_reference| {
+            let tree = TreeFacts { by_reference, ..TREE };
+            explain(&situation(4, Order::Arrival, Ok(tree)), &sum(8), Algo::Tree).to_string()
+        };
+        let text = told(true);
+        assert_eq!(text.lines().filter(|line| line.ends_with("us  by reference")).count(), 1, "{text}");
+        assert!(text.contains("* tree") && !told(false).contains("by reference"), "{text}");
     }
 
     #[test]

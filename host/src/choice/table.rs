@@ -38,6 +38,10 @@ pub struct CostTable {
     pub beta_node_s: f64,
     /// Seconds a byte combined.
     pub gamma_s: f64,
+    /// Seconds from a rank to its leaf, one way, by reference.
+    pub alpha_reference_s: f64,
+    /// Seconds a byte that a leaf's DMA engine reads or writes; what it combines on the way is in it.
+    pub beta_reference_s: f64,
     /// What is to be taken whatever it costs, first match first.
     pub overrides: Vec<Override>,
 }
@@ -49,14 +53,20 @@ impl CostTable {
     /// halving-doubling 131, ring 185); 1 MiB 1.9 ms through the tree and 1.3 ms by halving-doubling; 16 MiB 26 ms, 26
     /// ms by ring and 36 ms by halving-doubling. On one machine each device is one more process that copies every byte;
     /// a network's own table has the device's line rate for `beta_node_s`.
+    ///
+    /// Those of contributions by reference are not fitted to runs yet. `beta_reference_s` is an estimate from the
+    /// emulated engine's own bench, about 30 GB/s of traffic; `alpha_reference_s` is a guess: a hop by packets, less
+    /// the system calls.
     pub const EMULATED: Self = Self {
-        version: 1,
+        version: 2,
         alpha_tree_s: 20e-6,
         alpha_step_s: 50e-6,
         beta_tree_s: 0.30e-9,
         beta_step_s: 1.10e-9,
         beta_node_s: 0.20e-9,
         gamma_s: 0.02e-9,
+        alpha_reference_s: 15e-6,
+        beta_reference_s: 0.035e-9,
         overrides: Vec::new(),
     };
 }

@@ -3,7 +3,7 @@
 use super::core::Core;
 use crate::choice::{Algo, Declared, Situation};
 use crate::coll::Place;
-use crate::controller::proto::{Attach, JoinRequest};
+use crate::controller::proto::{Attach, JoinRequest, UnknownAttach};
 use crate::controller::{ClientError, Session};
 use crate::endpoint::Endpoint;
 use crate::exec::{JobToken, Mesh, MeshError, TreeDriver};
@@ -65,28 +65,37 @@ impl JoinConfig {
     }
 
     /// Describe a rank by the environment, as launchers set it: `RANK`, `WORLD_SIZE`, `MASTER_ADDR` (default
-    /// 127.0.0.1), `SUMAC_PORT` (default [`DEFAULT_PORT`]) and `SUMAC_JOB` (default `default`).
+    /// 127.0.0.1), `SUMAC_PORT` (default [`DEFAULT_PORT`]), `SUMAC_JOB` (default `default`) and `SUMAC_ATTACH` (`auto`,
+    /// `udp` or `shm`; default `auto`).
     ///
     /// # Errors
     /// [`JoinError::Environment`] names the variable that is missing or makes no sense.
     pub fn from_env() -> Result<Self, JoinError> {
+        Self::from_variables(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+    }
+
+    fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Self, JoinError> {
         let number = |name| -> Result<u32, JoinError> {
-            let value = std::env::var(name).map_err(|_| environment(name, "it is not set; launchers set it"))?;
+            let value = variable(name).ok_or_else(|| environment(name, "it is not set; launchers set it"))?;
             value.parse().map_err(|_| environment(name, format!("{value:?} is not a number")))
         };
         let (rank, world) = (number("RANK")?, number("WORLD_SIZE")?);
-        let host = std::env::var("MASTER_ADDR").unwrap_or_else(|_| "127.0.0.1".into());
-        let port = match std::env::var("SUMAC_PORT") {
-            Ok(value) => {
+        let host = variable("MASTER_ADDR").unwrap_or_else(|| "127.0.0.1".into());
+        let port = match variable("SUMAC_PORT") {
+            Some(value) => {
                 value.parse().map_err(|_| environment("SUMAC_PORT", format!("{value:?} is not a port number")))?
             }
-            Err(_) => DEFAULT_PORT,
+            None => DEFAULT_PORT,
         };
         let resolved = std::net::ToSocketAddrs::to_socket_addrs(&(host.as_str(), port));
         let addr = resolved.ok().and_then(|mut addrs| addrs.next());
         let addr = addr.ok_or_else(|| environment("MASTER_ADDR", format!("{host:?} is no address")))?;
-        let job = std::env::var("SUMAC_JOB").unwrap_or_else(|_| "default".into());
-        Ok(Self::new(addr, job, rank, world))
+        let job = variable("SUMAC_JOB").unwrap_or_else(|| "default".into());
+        let attach = match variable("SUMAC_ATTACH") {
+            Some(value) => value.parse().map_err(|why: UnknownAttach| environment("SUMAC_ATTACH", why.to_string()))?,
+            None => Attach::Auto,
+        };
+        Ok(Self { attach, ..Self::new(addr, job, rank, world) })
     }
 }
 
@@ -201,4 +210,35 @@ fn listen_to(port: &mut UdpPort, first: Addr, shards: usize) -> bool {
         return false;
     }
     true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(variables: &[(&str, &str)]) -> Result<JoinConfig, JoinError> {
+        let all = [("RANK", "1"), ("WORLD_SIZE", "2")].iter().chain(variables).rev();
+        JoinConfig::from_variables(|name| {
+            all.clone().find(|(known, _)| *known == name).map(|(_, value)| (*value).into())
+        })
+    }
+
+    #[test]
+    fn the_environment_describes_a_rank() {
+        let plain = read(&[]).expect("all that is needed");
+        assert_eq!((plain.rank, plain.world, plain.job.as_str(), plain.attach), (1, 2, "default", Attach::Auto));
+        assert_eq!(plain.controller, SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT)));
+        let told = read(&[("SUMAC_PORT", "9"), ("SUMAC_JOB", "j"), ("SUMAC_ATTACH", "shm")]).expect("in their forms");
+        assert_eq!((told.controller.port(), told.job.as_str(), told.attach), (9, "j", Attach::Shm));
+    }
+
+    #[test]
+    fn a_variable_that_makes_no_sense_is_named_with_its_value() {
+        for (name, value, known) in
+            [("SUMAC_ATTACH", "rdma", "auto, udp, shm"), ("SUMAC_PORT", "70000", "port"), ("RANK", "first", "number")]
+        {
+            let error = read(&[(name, value)]).expect_err("refused").to_string();
+            assert!(error.contains(name) && error.contains(value) && error.contains(known), "{error}");
+        }
+    }
 }

@@ -1,9 +1,12 @@
 //! Admission: from a job's ranks to a tree on the fabric, and to a group on each of its devices, all or none.
 
-use super::device::DeviceSession;
+mod attach;
+mod size;
+
+use super::ControllerConfig;
+use super::device::{DeviceError, DeviceSession};
 use super::proto::{JoinRequest, TreeMembership};
 use super::shape::Shape;
-use super::{ControllerConfig, WINDOW_MIN};
 use crate::choice::TreeFacts;
 use crate::plan::{Child, DeviceLimits, HostSelection, Limits, Plan, plan};
 use crate::topo::Fabric;
@@ -11,12 +14,11 @@ use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::num::NonZeroU32;
 use std::sync::Arc;
-use sumac_hal::ctrl::{ChildMask, GroupConfig, NodeParent, Order, Request, SharedLink, TreeConfig};
+use sumac_hal::ctrl::{ChildMask, GroupConfig, NodeParent, Order, Refusal, Request, SharedLink, TreeConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
-use sumac_hal::uplink::MAX_WINDOW;
 use sumac_hal::wire::HEADER_LEN;
 
 /// One node of a placed tree.
@@ -29,8 +31,12 @@ pub(super) struct PlacedNode {
     /// The parent's index and this node's place there.
     parent: Option<(usize, ChildIndex)>,
     children: u16,
+    /// The ranks here that contribute by reference.
+    by_reference: ChildMask,
     /// Bytes that the group takes of each shard's slot memory.
     memory_bytes: u64,
+    /// Bytes that the group takes of the memory for redo slots.
+    redo_memory_bytes: u64,
 }
 
 /// A job's tree and group, reserved on every node.
@@ -80,12 +86,23 @@ pub(super) fn admit<'p>(
         Shape::pinned(pinned, requests.len(), devices)?
     };
     let mut placement = place(shape, ids)?;
-    placement.size(config, used, requests)?;
-    if config.shared_answers && placement.on_one_host(requests) {
-        placement.share();
+    placement.attach(requests)?;
+    // Each further round has one leaf less that is to take contributions by reference.
+    loop {
+        placement.size(config, used.clone(), requests)?;
+        if config.shared_answers && placement.on_one_host(requests) {
+            placement.share();
+        }
+        let Err((index, error)) = placement.reserve(config, requests[0].order) else { return Ok(placement) };
+        match error {
+            DeviceError::Refused(refusal @ (Refusal::NoBus(_) | Refusal::NoRedoMemory { .. }))
+                if !placement.nodes[index].by_reference.is_empty() =>
+            {
+                placement.turn_inline(index, requests, &refusal.to_string())?;
+            }
+            error => return Err(format!("device {}: {error}", placement.nodes[index].device.name())),
+        }
     }
-    placement.reserve(config, requests[0].order)?;
-    Ok(placement)
 }
 
 /// Without a fabric: all hosts on the first device.
@@ -158,7 +175,9 @@ fn place(shape: Shape, (group, tree, epoch): (GroupId, TreeId, Epoch)) -> Result
         shared: None,
         parent,
         children: children.len() as u16,
+        by_reference: ChildMask::EMPTY,
         memory_bytes: 0,
+        redo_memory_bytes: 0,
     });
     let nodes: Vec<_> = nodes.collect();
     let shards = |node: &PlacedNode| node.device.announce.data_addrs.len();
@@ -186,57 +205,6 @@ fn place(shape: Shape, (group, tree, epoch): (GroupId, TreeId, Epoch)) -> Result
 }
 
 impl Placement {
-    /// Choose chunk and window: the largest that all ports and free slots and memory allow.
-    fn size<'p>(
-        &mut self,
-        config: &ControllerConfig,
-        used: impl Iterator<Item = &'p Self> + Clone,
-        requests: &[&JoinRequest],
-    ) -> Result<(), String> {
-        let devices = self.nodes.iter().map(|node| node.device.announce.capabilities.max_packet_len_bytes);
-        let longest = devices.chain(requests.iter().map(|request| request.max_packet_len_bytes)).min().unwrap_or(0);
-        let chunk = longest.saturating_sub(HEADER_LEN as u32).min(u32::from(config.chunk_max_bytes)) / 16 * 16;
-        if chunk < 64 {
-            return Err(format!("the shortest packet on the way, {longest} bytes, leaves no room for a chunk"));
-        }
-        let shard = Shard::new(0, self.nodes[0].device.announce.data_addrs.len() as u16);
-        let shard = shard.ok_or_else(|| format!("device {} has no shard", self.nodes[0].device.name()))?;
-        let order = requests[0].order;
-        let mut window = u64::from(config.window_bytes / chunk).clamp(u64::from(WINDOW_MIN), MAX_WINDOW);
-        for node in &self.nodes {
-            let capabilities = &node.device.announce.capabilities;
-            let taken = placed_on(&node.device, used.clone());
-            let (slots, memory) = taken.fold((0, 0), |(slots, memory), (placement, node)| {
-                (slots + u64::from(placement.slots), memory + node.memory_bytes)
-            });
-            let slots_free = u64::from(capabilities.slots).saturating_sub(slots);
-            let slot_bytes = order.stages(node.children) as u64 * u64::from(chunk);
-            let memory_free = capabilities.slot_memory_bytes.saturating_sub(memory);
-            let fits = |window: u64| {
-                let slots = 2 * shard.most_within(window);
-                slots <= slots_free && slots * slot_bytes <= memory_free
-            };
-            while window > 0 && !fits(window) {
-                window /= 2;
-            }
-            if window == 0 {
-                return Err(format!(
-                    "device {} has {slots_free} slots and {memory_free} bytes of slot memory free, too little for a \
-                     window of one chunk of {chunk} bytes from {} children",
-                    node.device.name(),
-                    node.children
-                ));
-            }
-        }
-        self.window_max = window as u16;
-        self.slots = (2 * shard.most_within(window)) as u16;
-        self.chunk_len_bytes = chunk as u16;
-        for node in &mut self.nodes {
-            node.memory_bytes = u64::from(self.slots) * order.stages(node.children) as u64 * u64::from(chunk);
-        }
-        Ok(())
-    }
-
     /// Tell whether all ranks and devices use loopback addresses of IPv4: the controller listens on loopback only, so
     /// that is one host.
     fn on_one_host(&self, requests: &[&JoinRequest]) -> bool {
@@ -246,10 +214,11 @@ impl Placement {
             && requests.iter().all(|request| loopback(request.mesh_addr))
     }
 
-    /// Draw each node a shared address towards its children.
+    /// Draw each node a shared address towards its children, if there are some whom packets bring results.
     fn share(&mut self) {
-        for node in self.nodes.iter_mut().filter(|node| node.children > 1) {
-            node.shared = Some(draw_shared());
+        for node in &mut self.nodes {
+            let by_packets = usize::from(node.children) > node.by_reference.iter().count();
+            node.shared = (node.children > 1 && by_packets).then(draw_shared);
         }
     }
 
@@ -265,15 +234,16 @@ impl Placement {
         self.shared_link(&self.nodes[parent])
     }
 
-    /// Install the tree and create the group on every node, root first; where one refuses, nothing stays.
-    fn reserve(&self, config: &ControllerConfig, order: Order) -> Result<(), String> {
+    /// Install the tree and create the group on every node, root first; where one refuses, which is returned, nothing
+    /// stays.
+    fn reserve(&self, config: &ControllerConfig, order: Order) -> Result<(), (usize, DeviceError)> {
         for (index, node) in self.nodes.iter().enumerate() {
             let install = Request::InstallTree(self.tree_config(node));
             let create = Request::CreateGroup(self.group_config(config, order, node));
             let done = node.device.order(install).and_then(|()| node.device.order(create));
             if let Err(error) = done {
                 self.release_first(index + 1);
-                return Err(format!("device {}: {error}", node.device.name()));
+                return Err((index, error));
             }
         }
         Ok(())
@@ -305,7 +275,7 @@ impl Placement {
             ranks: NonZeroU32::new(self.ranks.len() as u32).unwrap_or(NonZeroU32::MIN),
             lease_ms: u32::try_from(config.lease.as_millis()).unwrap_or(u32::MAX),
             timers: config.timers.into(),
-            by_reference: ChildMask::EMPTY,
+            by_reference: node.by_reference,
         }
     }
 
@@ -315,7 +285,12 @@ impl Placement {
         let node = &self.nodes[leaf];
         let announce = &node.device.announce;
         let packet = u32::from(self.chunk_len_bytes) + HEADER_LEN as u32;
-        let start = announce.capabilities.receive_buffer_bytes / (u32::from(node.children) * packet);
+        let bus = announce.bus.as_ref().filter(|_| node.by_reference.contains(child));
+        // Packets of all children must find room; what comes by reference takes none.
+        let start = match bus {
+            Some(_) => u32::from(self.window_max),
+            None => announce.capabilities.receive_buffer_bytes / (u32::from(node.children) * packet),
+        };
         let all = self.nodes.iter().map(|node| &node.device.announce.capabilities);
         let facts = TreeFacts {
             levels: self.levels,
@@ -323,6 +298,7 @@ impl Placement {
             dtypes: all.clone().fold(u32::MAX, |mask, device| mask & device.dtypes),
             ops: all.clone().fold(u32::MAX, |mask, device| mask & device.ops),
             collectives: all.fold(u32::MAX, |mask, device| mask & device.collectives),
+            by_reference: self.all_by_reference(),
         };
         TreeMembership {
             group: self.group,
@@ -331,14 +307,14 @@ impl Placement {
             host: self.hosts.as_ref().map(|hosts| hosts[rank.0 as usize].clone()),
             child,
             key: node.secret.child_key(self.group, self.epoch, child),
-            shared: self.shared_link(node),
+            shared: self.shared_link(node).filter(|_| bus.is_none()),
             parents: announce.data_addrs.iter().copied().collect(),
             window_max: self.window_max,
             window_start: start.clamp(1, u32::from(self.window_max)) as u16,
             chunk_len_bytes: self.chunk_len_bytes,
             timers: config.timers.into(),
             facts,
-            bus: None,
+            bus: bus.cloned(),
         }
     }
 

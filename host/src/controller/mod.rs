@@ -11,6 +11,9 @@
 //! remain. It ends when its last rank has left or died; a death is told to the other ranks at once. Groups are
 //! reserved on all nodes of a tree or on none.
 //!
+//! A rank that runs on its leaf's own machine contributes by reference, over the device's bus, unless it asks for
+//! packets; one that insists on shared memory and can't have it makes that the reason why there is no tree.
+//!
 //! Control plane only: a thread a connection, one lock over the state. No packet of an operation passes here, and
 //! running operations do not need the controller.
 //!
@@ -22,6 +25,8 @@ mod device;
 pub mod proto;
 mod shape;
 mod state;
+#[cfg(test)]
+mod tests;
 
 pub use client::{ClientError, Session, status};
 
@@ -37,7 +42,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use sumac_hal::ctrl::{FrameReader, Greeting, StreamError};
 use sumac_hal::ids::Rank;
-use sumac_hal::uplink::HopTimers;
+use sumac_hal::uplink::{HopTimers, MAX_WINDOW};
 use thiserror::Error;
 
 /// How to set up a controller.
@@ -53,6 +58,9 @@ pub struct ControllerConfig {
     /// [`WINDOW_MIN`] and at most 256, and less where devices have no room for it. Some bandwidth-delay products;
     /// small enough for caches.
     pub window_bytes: u32,
+    /// What a rank may have in flight, in chunks, where all ranks contribute by reference: there the device itself moves
+    /// the window, and few slots stay in its caches. 1 to 256; less where devices have no room for it.
+    pub reference_window_chunks: u16,
     /// The longest payload of a packet in bytes, where the ports would carry more.
     pub chunk_max_bytes: u16,
     /// Whether devices send a result that all children wait for once, to a multicast address, instead of to each. Only
@@ -74,6 +82,7 @@ impl ControllerConfig {
             fabric: None,
             table: CostTable::EMULATED,
             window_bytes: 1 << 20,
+            reference_window_chunks: 16,
             chunk_max_bytes: 60 * 1024 - 16,
             shared_answers: true,
             lease: Duration::from_secs(30),
@@ -219,6 +228,8 @@ fn check(config: &ControllerConfig) -> Result<(), ControllerError> {
     };
     let chunk = u64::from(config.chunk_max_bytes);
     range("chunk_max_bytes", chunk, chunk >= 64, "at least 64")?;
+    let window = u64::from(config.reference_window_chunks);
+    range("reference_window_chunks", window, (1..=MAX_WINDOW).contains(&window), "1 to 256")?;
     let lease = config.lease.as_millis() as u64;
     range("lease in ms", lease, (1000..u64::from(u32::MAX)).contains(&lease), "at least 1000")
 }

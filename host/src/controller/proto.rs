@@ -4,7 +4,9 @@ use crate::choice::{CostTable, TreeFacts};
 use crate::endpoint::EndpointConfig;
 use crate::plan::Child;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::net::SocketAddr;
+use std::str::FromStr;
 use sumac_hal::ctrl::{Bus, DeviceCapabilities, Name, Order, SharedLink, Stats, TimersConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank};
 use sumac_hal::port::Addr;
@@ -64,6 +66,39 @@ pub enum Attach {
     Udp,
     /// By shared memory, which the device's engine reads and writes; or there is no tree, for that reason.
     Shm,
+}
+
+impl Attach {
+    /// Every way.
+    pub const ALL: [Self; 3] = [Self::Auto, Self::Udp, Self::Shm];
+
+    /// Return its name on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Udp => "udp",
+            Self::Shm => "shm",
+        }
+    }
+}
+
+impl fmt::Display for Attach {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// A name that is no way to reach a leaf.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("{0:?} is no way to attach; known are {known}", known = Attach::ALL.map(Attach::name).join(", "))]
+pub struct UnknownAttach(String);
+
+impl FromStr for Attach {
+    type Err = UnknownAttach;
+
+    fn from_str(text: &str) -> Result<Self, UnknownAttach> {
+        Self::ALL.into_iter().find(|attach| attach.name() == text).ok_or_else(|| UnknownAttach(text.to_owned()))
+    }
 }
 
 /// What a controller answers, or says by itself.
@@ -163,7 +198,8 @@ pub struct TreeMembership {
     pub child: ChildIndex,
     /// The key of that link.
     pub key: u64,
-    /// Where the leaf sends results to all its children at once, if it does.
+    /// Where the leaf sends results to all its children at once, if it does and this one is to listen there: to a rank
+    /// that contributes by reference no packet brings a result.
     pub shared: Option<SharedLink>,
     /// Where the leaf's shards receive.
     pub parents: Vec<Addr>,
@@ -240,6 +276,8 @@ pub struct DeviceStatus {
     pub data_addrs: Vec<Addr>,
     /// What it can do.
     pub capabilities: DeviceCapabilities,
+    /// How ranks on its own machine contribute by reference; `None` if they can't.
+    pub bus: Option<Bus>,
     /// What it says of itself, or why it does not.
     pub stats: Result<Stats, String>,
 }
@@ -268,4 +306,6 @@ pub struct JobTree {
     pub levels: u32,
     /// The devices, root first.
     pub devices: Vec<String>,
+    /// How many of the ranks contribute by reference; the others by packets.
+    pub by_reference: u32,
 }

@@ -128,7 +128,8 @@ impl State {
         match &placed {
             Ok(placement) => {
                 let devices: Vec<&str> = placement.nodes.iter().map(|node| node.device.name()).collect();
-                tracing::info!(job = name, %group, levels = placement.levels, ?devices, "job begins");
+                let by_reference = placement.ranks_by_reference();
+                tracing::info!(job = name, %group, levels = placement.levels, ?devices, by_reference, "job begins");
             }
             Err(why) => tracing::warn!(job = name, %why, "job begins without a tree"),
         }
@@ -209,6 +210,7 @@ impl State {
             in_fabric: fabric.is_none_or(|fabric| fabric.find_switch(session.name()).is_some()),
             data_addrs: session.announce.data_addrs.iter().copied().collect(),
             capabilities: session.announce.capabilities,
+            bus: session.announce.bus.clone(),
             stats: session.stats().map_err(|error| error.to_string()),
         };
         let job = |(name, job): (&String, &Job)| JobStatus {
@@ -221,6 +223,7 @@ impl State {
                     group: placement.group,
                     levels: placement.levels,
                     devices: placement.nodes.iter().map(|node| node.device.name().to_owned()).collect(),
+                    by_reference: placement.ranks_by_reference() as u32,
                 })
             }),
         };

@@ -3,6 +3,7 @@
 use crate::job::Case;
 use serde::{Deserialize, Serialize};
 use std::io::{self, Write};
+use sumac::Path;
 use sumac::choice::Explanation;
 
 /// What one rank says of one case; its fields are the keys of the JSON form.
@@ -16,6 +17,8 @@ pub(crate) struct Explained {
     overridden: Option<String>,
     /// The way that is taken; `None` if what was asked for is not possible.
     chosen: Option<String>,
+    /// Whether there is a tree to which all ranks contribute by reference.
+    by_reference: bool,
     /// Every way there is.
     candidates: Vec<Candidate>,
 }
@@ -43,6 +46,7 @@ impl Explained {
             requested: explanation.requested.name().into(),
             overridden: explanation.overridden.map(|path| path.name().into()),
             chosen: explanation.chosen.map(|path| path.name().into()),
+            by_reference: explanation.by_reference,
             candidates: candidates.collect(),
         }
     }
@@ -61,7 +65,10 @@ impl Explained {
         for Candidate { path, cost_us, ruled_out } in &self.candidates {
             let mark = if self.chosen.as_ref() == Some(path) { '*' } else { ' ' };
             match (cost_us, ruled_out) {
-                (Some(cost_us), _) => writeln!(out, "  {mark} {path:<14} {cost_us:>12.1} us")?,
+                (Some(cost_us), _) => {
+                    let how = if path == Path::Tree.name() && self.by_reference { "  by reference" } else { "" };
+                    writeln!(out, "  {mark} {path:<14} {cost_us:>12.1} us{how}")?;
+                }
                 (None, why) => writeln!(out, "  {mark} {path:<14} ruled out: {}", why.as_deref().unwrap_or(""))?,
             }
         }
@@ -73,7 +80,7 @@ impl Explained {
 mod tests {
     use super::*;
     use crate::options::Algo;
-    use sumac_hal::op::{Collective, Dtype, Path, ReduceOp};
+    use sumac_hal::op::{Collective, Dtype, ReduceOp};
 
     #[test]
     fn costs_and_reasons_stand_side_by_side() {
@@ -88,6 +95,7 @@ mod tests {
             ],
             chosen: Some(Path::Ring),
             overridden: Some(Path::Tree),
+            by_reference: false,
         };
         let explained = Explained::new(&case, &explanation);
         let mut text = Vec::new();
@@ -100,5 +108,23 @@ mod tests {
         let mut json = Vec::new();
         explained.write(&mut json, true).expect("memory");
         assert_eq!(serde_json::from_slice::<Explained>(&json).expect("JSON"), explained);
+    }
+
+    #[test]
+    fn a_tree_by_reference_is_called_so() {
+        let way = |path: Path| Candidate { path: path.name().into(), cost_us: Some(1.0), ruled_out: None };
+        let explained = Explained {
+            operation: "barrier".into(),
+            requested: "auto".into(),
+            overridden: None,
+            chosen: None,
+            by_reference: true,
+            candidates: vec![way(Path::Tree), way(Path::Dissemination)],
+        };
+        let mut text = Vec::new();
+        explained.write(&mut text, false).expect("memory");
+        let text = String::from_utf8(text).expect("text");
+        let told: Vec<bool> = text.lines().skip(1).map(|line| line.ends_with("us  by reference")).collect();
+        assert_eq!(told, [true, false], "{text}");
     }
 }

@@ -1,0 +1,110 @@
+//! How each rank reaches its leaf: by reference, over the leaf's bus, where that is possible, else by packets.
+//!
+//! | the rank asks for | it is possible | it is not |
+//! |---|---|---|
+//! | auto | by reference | by packets; the log says why |
+//! | shm | by reference | no tree, for that reason |
+//! | udp | by packets | by packets |
+//!
+//! A leaf whose device has no room for redo slots takes all its ranks' packets, or, if one of them insists on shared
+//! memory, there is no tree.
+
+use super::Placement;
+use crate::controller::proto::{Attach, JoinRequest};
+use sumac_hal::ctrl::{Announce, ChildMask};
+use thiserror::Error;
+
+/// Why a rank contributes by packets.
+#[derive(Debug, PartialEq, Eq, Error)]
+enum ByPackets<'a> {
+    /// It wants to.
+    #[error("the rank asks for it")]
+    Asked,
+    /// A bus belongs to one shard.
+    #[error("the device has {0} shards, and only a device with one takes contributions by reference")]
+    Shards(usize),
+    /// The device has no bus.
+    #[error("the device has no bus")]
+    NoBus,
+    /// The rank can't say where it is.
+    #[error("the rank's system tells no name of its machine")]
+    NoMachine,
+    /// They don't share memory.
+    #[error("the rank is on machine {rank}, the device on {device}")]
+    OtherMachine {
+        /// The rank's.
+        rank: &'a str,
+        /// The device's.
+        device: &'a str,
+    },
+}
+
+/// Tell whether a rank can contribute by reference to a device, and is willing to.
+fn by_reference<'a>(request: &'a JoinRequest, device: &'a Announce) -> Result<(), ByPackets<'a>> {
+    if request.attach == Attach::Udp {
+        return Err(ByPackets::Asked);
+    }
+    let shards = device.data_addrs.len();
+    if shards > 1 {
+        return Err(ByPackets::Shards(shards));
+    }
+    let bus = device.bus.as_ref().ok_or(ByPackets::NoBus)?;
+    let machine = request.machine.as_ref().ok_or(ByPackets::NoMachine)?;
+    if *machine != bus.machine {
+        return Err(ByPackets::OtherMachine { rank: machine, device: &bus.machine });
+    }
+    Ok(())
+}
+
+impl Placement {
+    /// Decide how each rank reaches its leaf. Fails, with the reason, where one insists on what is not possible.
+    pub(super) fn attach(&mut self, requests: &[&JoinRequest]) -> Result<(), String> {
+        for (request, &(leaf, child)) in requests.iter().zip(&self.ranks) {
+            let node = &mut self.nodes[leaf];
+            let why = match by_reference(request, &node.device.announce) {
+                Ok(()) => {
+                    node.by_reference.insert(child);
+                    continue;
+                }
+                Err(why) => why,
+            };
+            let (rank, device) = (request.rank, node.device.name());
+            if request.attach == Attach::Shm {
+                return Err(refusal(request, device, &why.to_string()));
+            }
+            tracing::debug!(job = request.job, %rank, device, %why, "contributes by packets");
+        }
+        Ok(())
+    }
+
+    /// Let all ranks of a node contribute by packets after all. Fails, with the reason, where one insists on shared
+    /// memory.
+    pub(super) fn turn_inline(&mut self, index: usize, requests: &[&JoinRequest], why: &str) -> Result<(), String> {
+        let node = &mut self.nodes[index];
+        let device = node.device.name();
+        let mut there = requests.iter().zip(&self.ranks).filter(|(_, (leaf, _))| *leaf == index);
+        if let Some((request, _)) = there.find(|(request, _)| request.attach == Attach::Shm) {
+            return Err(refusal(request, device, why));
+        }
+        tracing::warn!(group = %self.group, device, why, "its ranks contribute by packets instead of by reference");
+        node.by_reference = ChildMask::EMPTY;
+        Ok(())
+    }
+
+    /// Return how many ranks contribute by reference.
+    pub(in crate::controller) fn ranks_by_reference(&self) -> usize {
+        self.nodes.iter().map(|node| node.by_reference.iter().count()).sum()
+    }
+
+    pub(super) fn all_by_reference(&self) -> bool {
+        self.ranks_by_reference() == self.ranks.len()
+    }
+}
+
+fn refusal(request: &JoinRequest, device: &str, why: &str) -> String {
+    format!(
+        "{} asks for shared memory, which it can't share with its leaf device {device}: {why}; let it attach as `auto` \
+         or `udp`",
+        request.rank
+    )
+}

@@ -1,0 +1,151 @@
+//! How large chunk and window of a group are: the largest that all ports, and what is free on all devices, allow.
+
+use super::{PlacedNode, Placement, placed_on};
+use crate::controller::proto::JoinRequest;
+use crate::controller::{ControllerConfig, WINDOW_MIN};
+use sumac_hal::ctrl::Order;
+use sumac_hal::shard::Shard;
+use sumac_hal::uplink::MAX_WINDOW;
+use sumac_hal::wire::HEADER_LEN;
+
+/// What other groups leave of a device, in each shard.
+#[derive(Debug, Clone, Copy)]
+struct Free {
+    slots: u64,
+    memory_bytes: u64,
+    redo_memory_bytes: u64,
+}
+
+impl Free {
+    fn on<'p>(node: &PlacedNode, used: impl Iterator<Item = &'p Placement>) -> Self {
+        let announce = &node.device.announce;
+        let mut free = Self {
+            slots: u64::from(announce.capabilities.slots),
+            memory_bytes: announce.capabilities.slot_memory_bytes,
+            redo_memory_bytes: announce.bus.as_ref().map_or(0, |bus| bus.redo_memory_bytes),
+        };
+        for (placement, node) in placed_on(&node.device, used) {
+            free.slots = free.slots.saturating_sub(u64::from(placement.slots));
+            free.memory_bytes = free.memory_bytes.saturating_sub(node.memory_bytes);
+            free.redo_memory_bytes = free.redo_memory_bytes.saturating_sub(node.redo_memory_bytes);
+        }
+        free
+    }
+}
+
+/// What a slot of a group takes on a device, in bytes.
+#[derive(Debug, Clone, Copy)]
+struct Slot {
+    memory_bytes: u64,
+    redo_memory_bytes: u64,
+}
+
+impl Slot {
+    fn on(node: &PlacedNode, order: Order, chunk: u32) -> Self {
+        let redo = redo_slot_len_bytes(order, node.children, chunk);
+        Self {
+            memory_bytes: order.stages(node.children) as u64 * u64::from(chunk),
+            redo_memory_bytes: if node.by_reference.is_empty() { 0 } else { redo },
+        }
+    }
+}
+
+/// Return how much redo memory a slot takes: a head of a cache line, the accumulators, and one chunk for what can't be
+/// combined where it is. Contributions that combine pairwise take an accumulator a level of the pairs.
+fn redo_slot_len_bytes(order: Order, children: u16, chunk: u32) -> u64 {
+    let accumulators = match order {
+        Order::TreePairwise if children > 2 => (children - 1).ilog2() + 1,
+        _ => 1,
+    };
+    64 + u64::from(1 + accumulators) * u64::from(chunk)
+}
+
+impl Placement {
+    /// Choose chunk and window, and let leaves without room for redo slots take packets.
+    pub(super) fn size<'p>(
+        &mut self,
+        config: &ControllerConfig,
+        used: impl Iterator<Item = &'p Self> + Clone,
+        requests: &[&JoinRequest],
+    ) -> Result<(), String> {
+        let chunk = self.chunk_len(config, requests)?;
+        let shard = Shard::new(0, self.nodes[0].device.announce.data_addrs.len() as u16);
+        let shard = shard.ok_or_else(|| format!("device {} has no shard", self.nodes[0].device.name()))?;
+        let slots = |window: u64| 2 * shard.most_within(window);
+        let order = requests[0].order;
+        for index in 0..self.nodes.len() {
+            let node = &self.nodes[index];
+            let (free, need) =
+                (Free::on(node, used.clone()), slots(1) * Slot::on(node, order, chunk).redo_memory_bytes);
+            if need > free.redo_memory_bytes {
+                let why = format!(
+                    "the device has {} bytes of memory for redo slots free, and a window of one chunk of {chunk} bytes \
+                     takes {need}",
+                    free.redo_memory_bytes
+                );
+                self.turn_inline(index, requests, &why)?;
+            }
+        }
+        // What a device moves by itself needs few slots, which stay in its caches; packets fill a network.
+        let mut window = match self.all_by_reference() {
+            true => u64::from(config.reference_window_chunks).clamp(1, MAX_WINDOW),
+            false => u64::from(config.window_bytes / chunk).clamp(u64::from(WINDOW_MIN), MAX_WINDOW),
+        };
+        for node in &self.nodes {
+            let (free, slot) = (Free::on(node, used.clone()), Slot::on(node, order, chunk));
+            let fits = |window: u64| {
+                let slots = slots(window);
+                slots <= free.slots
+                    && slots * slot.memory_bytes <= free.memory_bytes
+                    && slots * slot.redo_memory_bytes <= free.redo_memory_bytes
+            };
+            while window > 0 && !fits(window) {
+                window /= 2;
+            }
+            if window == 0 {
+                return Err(format!(
+                    "device {} has {} slots and {} bytes of slot memory free, too little for a window of one chunk of \
+                     {chunk} bytes from {} children",
+                    node.device.name(),
+                    free.slots,
+                    free.memory_bytes,
+                    node.children
+                ));
+            }
+        }
+        self.window_max = window as u16;
+        self.slots = slots(window) as u16;
+        self.chunk_len_bytes = chunk as u16;
+        for node in &mut self.nodes {
+            let slot = Slot::on(node, order, chunk);
+            node.memory_bytes = u64::from(self.slots) * slot.memory_bytes;
+            node.redo_memory_bytes = u64::from(self.slots) * slot.redo_memory_bytes;
+        }
+        Ok(())
+    }
+
+    /// Return the largest chunk that all ports take.
+    fn chunk_len(&self, config: &ControllerConfig, requests: &[&JoinRequest]) -> Result<u32, String> {
+        let devices = self.nodes.iter().map(|node| node.device.announce.capabilities.max_packet_len_bytes);
+        let longest = devices.chain(requests.iter().map(|request| request.max_packet_len_bytes)).min().unwrap_or(0);
+        let chunk = longest.saturating_sub(HEADER_LEN as u32).min(u32::from(config.chunk_max_bytes)) / 16 * 16;
+        if chunk < 64 {
+            return Err(format!("the shortest packet on the way, {longest} bytes, leaves no room for a chunk"));
+        }
+        Ok(chunk)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The numbers of `sumac_device`'s node, which lays the slots out.
+    #[test]
+    fn a_redo_slot_has_a_head_the_accumulators_and_one_more_chunk() {
+        let chunks = |order, children| (redo_slot_len_bytes(order, children, 1024) - 64) / 1024 - 1;
+        assert_eq!([1, 2, 3, 4, 5, 256].map(|children| chunks(Order::TreePairwise, children)), [1, 1, 2, 2, 3, 8]);
+        assert_eq!([1, 3, 256].map(|children| chunks(Order::TreeFold, children)), [1; 3]);
+        assert_eq!([1, 3, 256].map(|children| chunks(Order::Arrival, children)), [1; 3]);
+    }
+}

@@ -1,0 +1,279 @@
+//! A controller, devices that answer as they are told, and ranks that join: who contributes by reference.
+
+use super::proto::{Attach, Membership, TreeMembership};
+use super::*;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use sumac_hal::ctrl::{
+    Announce, Bus, ChildMask, DeviceCapabilities, Envelope, GroupConfig, Name, NoBus, Order, Refusal, Request,
+    Response, send,
+};
+use sumac_hal::ids::{BootId, ChildIndex};
+use sumac_hal::port::Addr;
+
+const HERE: &str = "here";
+
+/// The longest chunk of ports of this kind: 1008 bytes behind a header.
+const PACKET_LEN: u32 = 1008 + sumac_hal::wire::HEADER_LEN as u32;
+
+/// A redo slot of such chunks, in bytes.
+const REDO_SLOT: u64 = 64 + 2 * 1008;
+
+/// A device on loopback that says yes to everything, but to groups with contributions by reference if it is to refuse
+/// them.
+struct Device {
+    groups: Receiver<GroupConfig>,
+}
+
+impl Device {
+    fn start(controller: &Controller, name: &str, bus: Option<Bus>, refusal: Option<Refusal>) -> Self {
+        Self::with_shards(controller, name, 1, bus, refusal)
+    }
+
+    fn with_shards(
+        controller: &Controller,
+        name: &str,
+        shards: u16,
+        bus: Option<Bus>,
+        refusal: Option<Refusal>,
+    ) -> Self {
+        let announce = Announce {
+            name: text(name),
+            boot_id: BootId(1),
+            capabilities: DeviceCapabilities {
+                max_packet_len_bytes: PACKET_LEN,
+                receive_buffer_bytes: 8 * PACKET_LEN,
+                groups: 4,
+                children: 8,
+                slots: 1024,
+                slot_memory_bytes: 1 << 30,
+                dtypes: u32::MAX,
+                ops: u32::MAX,
+                collectives: u32::MAX,
+            },
+            data_addrs: (0..shards).map(|nth| Addr::Udp(SocketAddr::from(([127, 0, 0, 1], 9 + nth)))).collect(),
+            bus,
+        };
+        let mut stream = TcpStream::connect(controller.local_addr()).expect("a controller");
+        send(&mut stream, &Greeting::Device(announce.clone())).expect("it listens");
+        let (created, groups) = channel();
+        let (welcomed, welcome) = channel();
+        thread::spawn(move || {
+            let mut reader = FrameReader::new(stream.try_clone().expect("a file"));
+            // Until the controller ends.
+            while let Ok(Envelope { id, message }) = reader.recv::<Envelope<Request>>() {
+                let message = match message {
+                    Request::Hello => {
+                        let _ = welcomed.send(());
+                        Response::Hello(announce.clone())
+                    }
+                    Request::CreateGroup(config) => match refusal {
+                        Some(refusal) if !config.by_reference.is_empty() => Response::Refused(refusal),
+                        _ => {
+                            let _ = created.send(config);
+                            Response::Done
+                        }
+                    },
+                    _ => Response::Done,
+                };
+                if send(&mut stream, &Envelope { id, message }).is_err() {
+                    return;
+                }
+            }
+        });
+        welcome.recv_timeout(GREETING_TIMEOUT).expect("it is registered");
+        Self { groups }
+    }
+
+    fn group(&self) -> GroupConfig {
+        self.groups.recv_timeout(GREETING_TIMEOUT).expect("a group")
+    }
+}
+
+fn text(name: &str) -> Name {
+    Name::try_from(name).expect("short")
+}
+
+fn bus(redo_memory_bytes: u64) -> Option<Bus> {
+    Some(Bus { machine: text(HERE), socket: text("socket"), redo_memory_bytes })
+}
+
+fn controller() -> Controller {
+    Controller::start(ControllerConfig::new()).expect("a port")
+}
+
+/// Join a job of ranks that ask for these ways on these machines, and return what each was told.
+fn join(controller: &Controller, job: &str, ranks: &[(Attach, Option<&str>)]) -> Vec<(Session, Membership)> {
+    join_in(controller, job, Order::Arrival, ranks)
+}
+
+fn join_in(
+    controller: &Controller,
+    job: &str,
+    order: Order,
+    ranks: &[(Attach, Option<&str>)],
+) -> Vec<(Session, Membership)> {
+    let addr = controller.local_addr();
+    let joining: Vec<_> = (0..)
+        .zip(ranks)
+        .map(|(rank, &(attach, machine))| {
+            let request = JoinRequest {
+                job: job.to_owned(),
+                rank: Rank(rank),
+                world: ranks.len() as u32,
+                host: None,
+                order,
+                mesh_addr: SocketAddr::from(([127, 0, 0, 1], 1)),
+                max_packet_len_bytes: PACKET_LEN,
+                attach,
+                machine: machine.map(text),
+            };
+            thread::spawn(move || Session::join(addr, request, GREETING_TIMEOUT, |_| {}))
+        })
+        .collect();
+    let joined = joining.into_iter().map(|rank| rank.join().expect("no panic"));
+    joined.map(|joined| joined.expect("an answer")).collect()
+}
+
+fn tree(rank: &(Session, Membership)) -> &TreeMembership {
+    rank.1.tree.as_ref().expect("a tree")
+}
+
+fn why_not(rank: &(Session, Membership)) -> &str {
+    rank.1.tree.as_ref().expect_err("no tree")
+}
+
+fn children(mask: ChildMask) -> Vec<u16> {
+    mask.iter().map(|ChildIndex(child)| child).collect()
+}
+
+const AUTO: (Attach, Option<&str>) = (Attach::Auto, Some(HERE));
+const SHM: (Attach, Option<&str>) = (Attach::Shm, Some(HERE));
+
+#[test]
+fn ranks_on_the_devices_machine_contribute_by_reference() {
+    let controller = controller();
+    let device = Device::start(&controller, "leaf0", bus(1 << 20), None);
+    let ranks = join(&controller, "job", &[AUTO, SHM]);
+    for tree in ranks.iter().map(tree) {
+        assert_eq!((&tree.bus, tree.shared), (&bus(1 << 20), None));
+        assert_eq!((tree.window_max, tree.window_start, tree.facts.by_reference), (16, 16, true));
+    }
+    let group = device.group();
+    assert_eq!((children(group.by_reference), group.shared, group.slots), (vec![0, 1], None, 32));
+    let report = status(controller.local_addr()).expect("a report");
+    let told = report.jobs[0].tree.as_ref().expect("complete").as_ref().expect("a tree");
+    assert_eq!((told.by_reference, &report.devices[0].bus), (2, &bus(1 << 20)));
+}
+
+#[test]
+fn each_rank_attaches_as_it_can_and_likes() {
+    let controller = controller();
+    let device = Device::start(&controller, "leaf0", bus(1 << 30), None);
+    let ways = [(Attach::Udp, Some(HERE)), AUTO, (Attach::Auto, Some("there")), (Attach::Auto, None)];
+    let ranks = join(&controller, "job", &ways);
+    let by_reference: Vec<bool> = ranks.iter().map(|rank| tree(rank).bus.is_some()).collect();
+    assert_eq!(by_reference, [false, true, false, false]);
+    for (rank, by_reference) in ranks.iter().zip(by_reference) {
+        let tree = tree(rank);
+        assert_eq!((tree.shared.is_none(), tree.facts.by_reference), (by_reference, false));
+        // As much as the device's port holds of its four children, or all.
+        assert_eq!((tree.window_max, tree.window_start), (256, if by_reference { 256 } else { 2 }));
+    }
+    let group = device.group();
+    assert!(children(group.by_reference) == [1] && group.shared.is_some(), "{group:?}");
+}
+
+#[test]
+fn a_rank_that_insists_on_what_cannot_be_gets_the_reason() {
+    let cases = [
+        (1, None, Some(HERE), "the device has no bus"),
+        (2, bus(1 << 20), Some(HERE), "the device has 2 shards"),
+        (1, bus(1 << 20), Some("there"), "the rank is on machine there, the device on here"),
+        (1, bus(1 << 20), None, "the rank's system tells no name of its machine"),
+    ];
+    for (shards, bus, machine, reason) in cases {
+        let controller = controller();
+        let _device = Device::with_shards(&controller, "leaf0", shards, bus, None);
+        let ranks = join(&controller, "job", &[(Attach::Udp, None), (Attach::Shm, machine)]);
+        for rank in &ranks {
+            let why = why_not(rank);
+            assert!(["rank 1", "leaf0", reason, "`udp`"].iter().all(|part| why.contains(part)), "{why}");
+        }
+        drop(ranks);
+        let ranks = join(&controller, "auto", &[(Attach::Auto, machine)]);
+        assert_eq!(tree(&ranks[0]).bus, None, "{reason}");
+    }
+}
+
+#[test]
+fn the_window_fits_the_memory_for_redo_slots() {
+    let controller = controller();
+    let device = Device::start(&controller, "leaf0", bus(13 * REDO_SLOT), None);
+    // 8 slots of 13, then 4 of the 5 that are left, then none of 1.
+    let first = join(&controller, "first", &[SHM, AUTO]);
+    let second = join(&controller, "second", &[SHM, AUTO]);
+    assert_eq!([&first, &second].map(|ranks| tree(&ranks[0]).window_max), [4, 2]);
+    assert_eq!([device.group().slots, device.group().slots], [8, 4]);
+    let third = join(&controller, "third", &[AUTO, AUTO]);
+    assert!(third.iter().all(|rank| tree(rank).bus.is_none() && tree(rank).window_max == 256));
+    assert!(device.group().by_reference.is_empty());
+    let fourth = join(&controller, "fourth", &[AUTO, SHM]);
+    let free = format!("the device has {REDO_SLOT} bytes of memory for redo slots free");
+    let why = why_not(&fourth[0]);
+    assert!(why.contains("rank 1") && why.contains(&free) && why.contains("leaf0"), "{why}");
+    // What a group took is free again.
+    first.into_iter().for_each(|(session, _)| session.leave());
+    while status(controller.local_addr()).expect("a report").jobs.iter().any(|job| job.name == "first") {
+        thread::yield_now();
+    }
+    let fifth = join_in(&controller, "fifth", Order::TreePairwise, &[SHM, SHM, SHM]);
+    // Three children combine pairwise in two accumulators: three chunks a slot.
+    assert_eq!(tree(&fifth[0]).window_max, 2);
+    assert_eq!(device.group().slots, 4);
+}
+
+#[test]
+fn a_device_that_refuses_its_bus_gets_packets_unless_a_rank_insists() {
+    for refusal in [Refusal::NoBus(NoBus::Engine), Refusal::NoRedoMemory { need: 7 }] {
+        let controller = controller();
+        let device = Device::start(&controller, "leaf0", bus(1 << 20), Some(refusal));
+        let ranks = join(&controller, "job", &[AUTO, AUTO]);
+        assert!(ranks.iter().all(|rank| tree(rank).bus.is_none() && tree(rank).shared.is_some()));
+        let group = device.group();
+        assert!(group.by_reference.is_empty() && group.shared.is_some(), "{group:?}");
+        drop(ranks);
+        let ranks = join(&controller, "insists", &[SHM, AUTO]);
+        let why = why_not(&ranks[1]);
+        assert!(why.contains("rank 0") && why.contains(&refusal.to_string()), "{why}");
+    }
+}
+
+#[test]
+fn by_reference_is_decided_leaf_by_leaf() {
+    let fabric = "switch = [{ name = \"leaf0\", aggregation = true }, { name = \"leaf1\", aggregation = true }]\n\
+                  host = [{ name = \"h0\" }, { name = \"h1\" }, { name = \"h2\" }, { name = \"h3\" }]\n\
+                  link = [{ ends = [\"h0\", \"leaf0\"] }, { ends = [\"h1\", \"leaf0\"] }, { ends = [\"h2\", \"leaf1\"] }, \
+                  { ends = [\"h3\", \"leaf1\"] }, { ends = [\"leaf0\", \"leaf1\"] }]\n";
+    for (other, all) in [(None, false), (bus(1 << 20), true)] {
+        let fabric = Some(Fabric::from_toml(fabric).expect("a fabric"));
+        let controller = Controller::start(ControllerConfig { fabric, ..ControllerConfig::new() }).expect("a port");
+        let devices = [("leaf0", bus(1 << 20)), ("leaf1", other)];
+        let _devices = devices.map(|(name, bus)| Device::start(&controller, name, bus, None));
+        let ranks = join(&controller, "job", &[AUTO; 4]);
+        let by_reference: Vec<bool> = ranks.iter().map(|rank| tree(rank).bus.is_some()).collect();
+        assert_eq!(by_reference, [true, true, all, all]);
+        for tree in ranks.iter().map(tree) {
+            assert_eq!((tree.facts.levels, tree.facts.by_reference, tree.window_max == 16), (2, all, all));
+        }
+    }
+}
+
+#[test]
+fn a_window_that_is_none_is_refused() {
+    for window in [0, 257] {
+        let config = ControllerConfig { reference_window_chunks: window, ..ControllerConfig::new() };
+        let error = Controller::start(config).expect_err("out of range").to_string();
+        assert_eq!(error, format!("reference_window_chunks is {window}; it must be 1 to 256"));
+    }
+}
