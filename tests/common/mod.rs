@@ -34,6 +34,8 @@ impl Cluster {
         Self { controller, boards }
     }
 
+    // Not every test has communicators.
+    #[allow(dead_code)]
     /// Run `rank` as every rank of a job, and return what each returned.
     pub(crate) fn run<R: Send>(
         &self,
@@ -65,4 +67,5 @@ fn board(name: String, controller: SocketAddr, shards: u16) -> Board {
 }
 
 /// Join as usual.
+#[allow(dead_code)]
 pub(crate) fn plain(_: &mut JoinConfig) {}
