@@ -147,6 +147,8 @@ impl Attached {
             collective: Collective::AllReduce,
             dtype: Some(Dtype::F32),
             op: Some(ReduceOp::Sum),
+            root: Rank(0),
+            total: 0,
             signature: 1,
             src: Some(at),
             dst: Some(at),

@@ -444,8 +444,8 @@ impl Live<'_> {
     }
 }
 
-/// Tell whether two ranks call the same operation, as far as both say: an entry of a ring has no room for the root and
-/// the count (0 stands for "not said"), which the signature covers.
+/// Tell whether two ranks call the same operation, as far as both say: a count of 0 stands for "not said", by a program
+/// that leaves it to the signature.
 pub(super) fn agree(a: &OpDesc, b: &OpDesc) -> bool {
     let said = a.count != 0 && b.count != 0;
     (a.collective, a.dtype, a.op) == (b.collective, b.dtype, b.op) && (!said || (a.root, a.count) == (b.root, b.count))

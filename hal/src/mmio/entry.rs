@@ -7,15 +7,21 @@
 //! | 0 | 0..8 | opcode |
 //! | 0 | 8..16 | flags: 1 the rank wants the result at `dst` |
 //! | 0 | 16..24, 24..32, 32..40 | collective, element type, operator; 0 for none |
+//! | 0 | 40..48 | bits 32..40 of the operation's elements |
 //! | 0 | 48..64 | count: how many chunks in a row, at least 1 |
 //! | 1 | 0..32, 32..64 | group, epoch |
 //! | 2 | 0..64 | seq of the first chunk |
 //! | 3 | 0..32 | elements of all of them |
 //! | 3 | 32..48 | lag: seq - `have`; every seq below `have` has landed here (PROTOCOL 1) |
+//! | 3 | 48..64 | root |
 //! | 4 | 0..32 | signature of the operation |
 //! | 4 | 32..48, 48..64 | index of the source's region, of the destination's |
 //! | 5 | 0..32, 32..64 | generation of the source's region, of the destination's |
-//! | 6, 7 | 0..64 | offset in the source's region, in the destination's, in bytes |
+//! | 6, 7 | 0..48 | offset in the source's region, in the destination's, in bytes |
+//! | 6, 7 | 48..64 | bits 0..16 of the operation's elements, bits 16..32 |
+//!
+//! The operation's root and elements are there to name it where ranks differ; what does not fit is told as the most that
+//! does. An offset that does not fit is none that a region has, and stays none.
 //!
 //! An admin command (on queue 0): word 0 the opcode, word 1 a cookie, then register (16): handle of the memory, offset
 //! and length in bytes; deregister (17): the region's key; fence (18): group and epoch as in word 1 above.
@@ -29,7 +35,7 @@
 //! Invariant: `parse` gives back what `emit` was given, and takes nothing else: what has no meaning is 0.
 
 use crate::dma::{Address, RegionKey};
-use crate::ids::{ChunkNo, Epoch, GroupId};
+use crate::ids::{ChunkNo, Epoch, GroupId, Rank};
 use crate::op::{Collective, Dtype, ReduceOp};
 
 /// The words of a submission entry: one cache line.
@@ -45,6 +51,12 @@ const DEREGISTER: u8 = 17;
 const FENCE: u8 = 18;
 
 const WANT: u64 = 1 << 8;
+
+/// The highest offset of an entry: 256 TiB, which no region has.
+const OFFSET_MAX: u64 = (1 << 48) - 1;
+
+/// The most elements of an operation that an entry tells.
+const TOTAL_MAX: u64 = (1 << 40) - 1;
 
 /// What a rank submits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,6 +94,10 @@ pub struct Contribution {
     pub dtype: Option<Dtype>,
     /// The operator, `None` for a barrier.
     pub op: Option<ReduceOp>,
+    /// The root, to name the operation.
+    pub root: Rank,
+    /// The elements of the whole operation, to name it.
+    pub total: u64,
     /// The operation's signature.
     pub signature: u32,
     /// Where the rank's data is; `None` if it has nothing to add (`Empty`).
@@ -295,7 +311,10 @@ impl Contribution {
     fn emit(&self) -> [u64; SUBMISSION_WORDS] {
         let opcode = if self.src.is_some() { REFERENCE } else { EMPTY };
         let (src, dst) = (self.src.unwrap_or_default(), self.dst.unwrap_or_default());
+        let total = self.total.min(TOTAL_MAX);
+        let offset = |address: Address| address.offset_bytes.min(OFFSET_MAX);
         let head = u64::from(opcode)
+            | total >> 32 << 40
             | if self.dst.is_some() { WANT } else { 0 }
             | u64::from(self.collective.to_wire()) << 16
             | u64::from(self.dtype.map_or(0, Dtype::to_wire)) << 24
@@ -306,11 +325,11 @@ impl Contribution {
             head,
             view(self.group, self.epoch),
             self.seq.0,
-            u64::from(self.elements) | u64::from(self.lag) << 32,
+            u64::from(self.elements) | u64::from(self.lag) << 32 | u64::from(self.root.0.min(0xffff)) << 48,
             u64::from(self.signature) | regions,
             u64::from(src.region.generation) | u64::from(dst.region.generation) << 32,
-            src.offset_bytes,
-            dst.offset_bytes,
+            offset(src) | total << 48,
+            offset(dst) | total >> 16 << 48,
         ]
     }
 
@@ -318,9 +337,9 @@ impl Contribution {
         let head = words[0];
         let unknown = EntryError::Field { word: 0, value: head };
         let (group, epoch) = from_view(words[1]);
-        let address = |index: u64, generation: u64, offset_bytes| Address {
+        let address = |index: u64, generation: u64, offset: u64| Address {
             region: RegionKey { index: index as u16, generation: generation as u32 },
-            offset_bytes,
+            offset_bytes: offset & OFFSET_MAX,
         };
         let src = address(words[4] >> 32, words[5], words[6]);
         let dst = address(words[4] >> 48, words[5] >> 32, words[7]);
@@ -342,6 +361,8 @@ impl Contribution {
             collective: Collective::from_wire((head >> 16) as u8).ok_or(unknown)?,
             dtype: Dtype::from_wire(dtype),
             op: ReduceOp::from_wire(op),
+            root: Rank((words[3] >> 48) as u32),
+            total: words[6] >> 48 | words[7] >> 48 << 16 | (head >> 40 & 0xff) << 32,
             signature: words[4] as u32,
             src: (head as u8 == REFERENCE).then_some(src),
             dst: (head & WANT != 0).then_some(dst),

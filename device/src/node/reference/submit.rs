@@ -150,10 +150,10 @@ fn status_of(reason: NakReason) -> EntryStatus {
 impl Live<'_> {
     /// Check what can be checked of a run without looking at slots.
     fn check_entry(&self, child: usize, entry: &Contribution) -> Result<Submitted, EntryStatus> {
-        let Contribution { seq, count, collective, dtype, op, .. } = *entry;
+        let Contribution { seq, count, collective, dtype, op, root, total, .. } = *entry;
         let in_run = (1..=RUN - seq.0 % RUN).contains(&u64::from(count));
         let local = self.shard().local(seq).filter(|_| in_run).ok_or(EntryStatus::Malformed)?;
-        let op = OpDesc { collective, dtype, op, ..OpDesc::barrier() };
+        let op = OpDesc { collective, dtype, op, root, count: total };
         let nothing = Submitted { child, op, local, element_bytes: 0, limit: 0 };
         let bases = [entry.src, entry.dst];
         if bases == [None, None] {

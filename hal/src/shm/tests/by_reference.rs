@@ -7,7 +7,7 @@ use crate::dma::{
     Address, Chain, Completion, Engine, Profile, RegionKey, RegionTable, Scope, Status, Step, Tag, WaitEngine,
 };
 use crate::emu::dma::{DmaConfig, EmuEngine, HeapMemory, Strictness};
-use crate::ids::FunctionId;
+use crate::ids::{FunctionId, Rank};
 use crate::mmio::{AdminCommand, CompletionEntry, Contribution, EntryStatus, SubmissionEntry};
 use crate::op::{Collective, Dtype, ReduceOp};
 use crate::ring::{Consumer, Producer};
@@ -76,6 +76,8 @@ pub(super) fn rank(name: &str) {
             collective: Collective::AllReduce,
             dtype: Some(Dtype::F32),
             op: Some(ReduceOp::Sum),
+            root: Rank(0),
+            total: 0,
             src: Some(src),
             dst: Some(dst),
         };

@@ -96,6 +96,8 @@ impl World {
             collective: OP.collective,
             dtype: OP.dtype,
             op: OP.op,
+            root: OP.root,
+            total: OP.count,
             signature: OP.signature(Path::Tree, 1),
             src: Some(self.address(child, seq)),
             dst: Some(self.address(child, seq)),
