@@ -1,167 +1,293 @@
 #!/usr/bin/env python3
-"""Sets Sumac's tree beside Gloo's TCP algorithms, on one machine, in one session.
+"""Sets Sumac's tree beside what one would otherwise take, on one machine, in one session.
 
 Every competitor runs in each of the rounds, in turns and from a different start, so that a machine that slows down
 slows down all of them. A cell is the median over the rounds of a run's median over its iterations of the slowest
 rank's time. Times of two sessions can't be compared; ratios within one can, beside the round trip of a cache line.
 
-A ratio is Gloo's time over Sumac's, so above 1 Sumac is faster; it is also the ratio of algorithm bandwidths.
-Called by `run` in this folder, which builds what is needed; see there for options.
+A ratio is the other's time over Sumac's, so above 1 Sumac is faster; it is also the ratio of algorithm bandwidths.
+A competitor that takes too long is cut off; what it had measured by then counts, and it is not run again.
+All samples are kept in compare.tsv, and drawn in compare.svg.
 """
 
 import argparse
-import json
 import os
-import signal
-import statistics
-import subprocess
+import pathlib
+import re
 import sys
 
-SIZES = [8, 1 << 10, 64 << 10, 1 << 20, 16 << 20]
-GLOO = ["ring", "ring_chunked", "halving_doubling", "bcube", "new_ring"]
-LEVELS = [1, 2]
-RUN_LIMIT_S = 120
+import process
+import report
+import results as store
+import series as competitors
+
+DEFAULTS = {
+    "ranks": [2, 4, 8],
+    "sizes": [8, 64, 1 << 10, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20],
+    "rounds": 3,
+    "limit": 60,
+}
+QUICK = {"ranks": [2], "sizes": [8, 64 << 10, 1 << 20], "rounds": 1, "limit": 30}
+RANKS_MAX = 64
+SIZE_MAX = 1 << 30
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+CACHE_LINE_LIMIT_S = 30
+PLOT_LIMIT_S = 120
+# More than this many processes that want to run, before anything is measured, are somebody else's.
+BUSY = 0.5
 
 
-class Failed(Exception):
-    """A competitor that did not run, or ran wrong."""
+class Comparison:
+    def __init__(self, options):
+        self.options = options
+        self.results = store.Results()
+        self.results.titles = {series.name: series.title for series in options.chosen}
+        self.notes = list(options.left_out)
+        self.line_ns = []
+        self.failed = False
+        # {(ranks, series, variant): the sizes still worth trying}; a stall in every round would take most of the time
+        self.sizes = {}
 
+    def note(self, text):
+        if text not in self.notes:
+            print(f"compare: {text}", file=sys.stderr)
+            self.notes.append(text)
 
-def output(command):
-    """Return what a command prints; it gets no longer than RUN_LIMIT_S, and leaves no process behind."""
-    try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    except OSError as error:
-        raise Failed(f"{command[0]}: {error.strerror}") from error
-    with process:
+    def probe(self):
+        self.line_ns.append(float(process.output([cache_line(self.options)], CACHE_LINE_LIMIT_S)))
+
+    def identify(self):
+        """Note which version each series is; one that can't even say that is left out."""
+        known = {series.needs: "" for series in self.options.chosen if series.version is None}
+        for series in list(self.options.chosen):
+            if series.needs not in known:
+                try:
+                    known[series.needs] = series.version(self.options)
+                except process.Failed as failure:
+                    known[series.needs] = None
+                    self.failed = True
+                    self.note(f"{series.needs} is left out, it does not start: {failure}")
+            if known[series.needs] is None:
+                self.options.chosen.remove(series)
+        self.notes.insert(0, "measured: " + ", ".join(filter(None, known.values())))
+
+    def run(self):
+        """Measure all, and keep what there is after each round."""
+        turns = [(series, variant) for series in self.options.chosen for variant in series.variants]
+        for turn in range(self.options.rounds):
+            first = turn * len(turns) // self.options.rounds
+            for ranks in self.options.ranks:
+                # At the start and at the end, to see whether the machine moved in between.
+                self.probe()
+                for series, variant in turns[first:] + turns[:first]:
+                    self.take(turn + 1, ranks, series, variant)
+                self.probe()
+            self.keep()
+
+    def take(self, turn, ranks, series, variant):
+        """Measure one variant of a series once."""
+        key = ranks, series.name, variant
+        sizes = self.sizes.setdefault(key, list(self.options.sizes))
+        if not sizes:
+            return
+        what = " ".join(filter(None, (series.title, variant)))
+        print(f"round {turn} of {self.options.rounds}, {ranks} ranks: {what}", file=sys.stderr)
+        done = []
+        problem = None
         try:
-            text, _ = process.communicate(timeout=RUN_LIMIT_S)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise Failed(f"{' '.join(command)}: no end after {RUN_LIMIT_S} s") from error
-            raise
-    if process.returncode != 0:
-        raise Failed(f"{' '.join(command)}: exit status {process.returncode}")
+            for row in competitors.measure(series, variant, self.options, ranks, sizes):
+                done.append(row.size_bytes)
+                self.add(turn, ranks, series, variant, row)
+        except process.Failed as failure:
+            problem = failure
+        lost = [size for size in sizes if size not in done]
+        if not lost and problem is None:
+            return
+        cut_off = isinstance(problem, process.CutOff)
+        self.failed |= not cut_off
+        self.sizes[key] = [] if cut_off else done
+        gone = ", ".join(map(store.size_name, lost)) or "nothing"
+        self.note(f"{what}, {ranks} ranks, round {turn}: {problem or 'no result'}; lost: {gone}")
+
+    def add(self, turn, ranks, series, variant, row):
+        sample = {"ranks": ranks, "series": series.name, "variant": variant, "size_bytes": row.size_bytes}
+        sample |= {"round": turn, "time_us": row.time_us, "cpu_us": row.cpu_us, "iterations": row.iterations}
+        self.results.add(sample | {"cache_line_ns": self.line_ns[-1], "attach": row.attach})
+        if "sumac-shm" in series.groups and row.attach in (None, "inline"):
+            self.note(f"{series.title} was not: its rows say attach {row.attach}, so they came by UDP")
+
+    def keep(self):
+        store.write(self.results, self.notes, file_of(self.options, "tsv"))
+
+
+def cache_line(options):
+    return os.path.join(options.built, "cache_line")
+
+
+def file_of(options, suffix):
+    return os.path.join(options.built, f"compare.{suffix}")
+
+
+def draw(options):
+    """Draw the plot, with the interpreter that has what it takes; return whether that worked."""
+    script = pathlib.Path(__file__).with_name("plot.py")
+    try:
+        process.output(
+            [options.plot_python, str(script), file_of(options, "tsv"), file_of(options, "svg")], PLOT_LIMIT_S
+        )
+    except process.Failed as failure:
+        print(f"compare: no plot: {failure}", file=sys.stderr)
+        return False
+    return True
+
+
+# ---- options ----
+
+
+def listed(words, parse):
+    """Return what a list names, whether its parts are separated by commas or are arguments of their own."""
+    return list(dict.fromkeys(parse(part) for word in words for part in word.split(",") if part))
+
+
+def whole(least, most):
+    def parse(text):
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+def size(text):
+    match = re.fullmatch(r"(\d+)([KMG]?)", text)
+    value = int(match[1]) * UNITS[match[2]] if match else 0
+    if not 0 < value <= SIZE_MAX or value % 4:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size: a multiple of 4 up to 1G, in bytes or with K, M or G after it"
+        )
+    return value
+
+
+def name(text):
+    if text not in competitors.names():
+        raise argparse.ArgumentTypeError(f"{text!r} is no series; there are {', '.join(competitors.names())}")
     return text
 
 
-def rows(text, keys):
-    """Return the JSON objects among the lines, each with these keys at least."""
-    found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    for row in found:
-        if not keys <= row.keys():
-            raise Failed(f"a row lacks {', '.join(sorted(keys - row.keys()))}: {row}")
-    return found
+class Listed(argparse.Action):
+    """A list of what one parser takes; `const` is that parser."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        try:
+            found = listed(values, self.const)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from error
+        if not found:
+            raise argparse.ArgumentError(self, "names nothing")
+        setattr(namespace, self.dest, found)
 
 
-def gloo(options, algorithm):
-    """Return Gloo's times in microseconds by size."""
-    command = [options.gloo, algorithm, str(options.ranks), *map(str, options.sizes)]
-    return {row["size_bytes"]: row["time_us"] for row in rows(output(command), {"size_bytes", "time_us"})}
+def parser():
+    made = argparse.ArgumentParser(
+        prog="tests/peers/run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="Lists take commas, or are arguments of their own. Series: " + ", ".join(competitors.names()),
+    )
 
+    def lists(flag, parse, text, **more):
+        made.add_argument(flag, nargs="+", action=Listed, const=parse, metavar=flag[2:].upper(), help=text, **more)
 
-def sumac(options, levels):
-    """Return the tree's times in microseconds by size."""
-    times = {}
-    for size in options.sizes:
-        command = [options.sumac, "perf", "-b", str(size), "-e", str(size), "--ranks", str(options.ranks)]
-        command += ["--algo", "tree", "--levels", str(levels), "--json"]
-        for row in rows(output(command), {"size_bytes", "time_us", "wrong", "path"}):
-            if row["wrong"] != 0 or row["path"] != "tree":
-                raise Failed(f"{' '.join(command)}: path {row['path']}, {row['wrong']} wrong elements")
-            times[row["size_bytes"]] = row["time_us"]
-    return times
-
-
-def measure(options):
-    """Run all rounds; return {competitor: {size: [time_us, one a round]}} and the cache line's round trips in ns."""
-    competitors = [(("gloo", name), lambda name=name: gloo(options, name)) for name in GLOO]
-    if options.sumac:
-        competitors += [(("sumac", n), lambda n=n: sumac(options, n)) for n in LEVELS]
-    samples = {key: {size: [] for size in options.sizes} for key, _ in competitors}
-    line_ns = []
-    for turn in range(options.rounds):
-        # At the start of a round and at its end, to see whether the machine moved in between.
-        line_ns.append(float(output([options.cache_line])))
-        start = turn * len(competitors) // options.rounds
-        for key, run in competitors[start:] + competitors[:start]:
-            print(f"round {turn + 1} of {options.rounds}: {key[0]} {key[1]}", file=sys.stderr)
-            for size, time_us in run().items():
-                if size not in samples[key]:
-                    raise Failed(f"{key[0]} {key[1]}: a result at {size} bytes, which was not asked for")
-                samples[key][size].append(time_us)
-        line_ns.append(float(output([options.cache_line])))
-    for key, sizes in samples.items():
-        for size, times in sizes.items():
-            if len(times) != options.rounds:
-                raise Failed(f"{key[0]} {key[1]}: {len(times)} results at {size} bytes, expected {options.rounds}")
-    return samples, line_ns
-
-
-def summary(options, samples):
-    """Return one dict a size: best Gloo, and each Sumac tree with its ratio."""
-    median = {key: {size: statistics.median(t) for size, t in sizes.items()} for key, sizes in samples.items()}
-    table = []
-    for size in options.sizes:
-        best = min(GLOO, key=lambda name: median["gloo", name][size])
-        row = {"size_bytes": size, "gloo_algorithm": best, "gloo_us": median["gloo", best][size]}
-        for levels in LEVELS if options.sumac else []:
-            time_us = median["sumac", levels][size]
-            row[f"tree{levels}_us"] = time_us
-            row[f"tree{levels}_ratio"] = row["gloo_us"] / time_us
-        table.append(row)
-    return table
-
-
-def size_name(size):
-    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit and size % unit == 0:
-            return f"{size // unit} {name}"
-    return f"{size} B"
-
-
-def print_table(options, table, line_ns):
-    print(f"all-reduce, f32 sum, {options.ranks} ranks on {os.cpu_count()} cores, median of {options.rounds} rounds; us")
-    trips = ", ".join(f"{ns:.0f}" for ns in line_ns)
-    print(f"cache line round trip between cores 0 and 1: {statistics.median(line_ns):.0f} ns ({trips})")
-    head = f"{'size':>8} {'best Gloo':>12} {'':<18}"
-    if options.sumac:
-        head += f"{'tree, 1 level':>14} {'ratio':>6} {'2 levels':>14} {'ratio':>6}"
-    print(head)
-    for row in table:
-        line = f"{size_name(row['size_bytes']):>8} {row['gloo_us']:12.1f} {row['gloo_algorithm']:<18}"
-        for levels in LEVELS if options.sumac else []:
-            line += f"{row[f'tree{levels}_us']:14.1f} {row[f'tree{levels}_ratio']:6.2f} "
-        print(line.rstrip())
+    lists("--ranks", whole(2, RANKS_MAX), "numbers of ranks [2,4,8]")
+    lists("--sizes", size, "message sizes, multiples of 4, such as 8,64K,16M [8 B to 64 MiB]")
+    lists("--only", name, "measure these series alone", default=[])
+    lists("--without", name, "leave these series out", default=[])
+    lists("--levels", whole(1, 2), "levels of Sumac's tree [1,2]", default=competitors.LEVELS)
+    made.add_argument("--rounds", type=whole(1, 100), help="how often all is measured, in turns [3]")
+    made.add_argument("--limit", type=whole(1, 3600), help="seconds that one run of a series may take [60]")
+    made.add_argument("--in-place", action="store_true", help="let MPI reduce in place; otherwise out of place")
+    made.add_argument("--quick", action="store_true", help="a smoke test: 2 ranks, 3 sizes, one round")
+    made.add_argument("--gloo-only", action="store_true", help="the same as --only gloo")
+    made.add_argument("--no-plot", action="store_true", help="draw nothing")
+    made.add_argument("--json", action="store_true", help="JSON objects instead of the tables")
+    # What `run` says to this program.
+    made.add_argument("--needs", action="store_true", help=argparse.SUPPRESS)
+    made.add_argument("--built", help=argparse.SUPPRESS)
+    made.add_argument("--sumac", help=argparse.SUPPRESS)
+    made.add_argument("--torch-python", help=argparse.SUPPRESS)
+    made.add_argument("--plot-python", help=argparse.SUPPRESS)
+    made.add_argument("--missing", action="append", default=[], help=argparse.SUPPRESS)
+    return made
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gloo", required=True, help="the driver built from gloo_allreduce.cc")
-    parser.add_argument("--cache-line", required=True, help="the probe built from cache_line.cc")
-    parser.add_argument("--sumac", help="the sumac command; without it Gloo alone is measured")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes, multiples of 4")
-    parser.add_argument("--json", action="store_true", help="one object a size instead of the table")
-    return parser.parse_args(arguments)
+    made = parser()
+    options = made.parse_args(arguments)
+    if options.gloo_only and options.only:
+        made.error("--gloo-only and --only exclude each other; name gloo in --only")
+    options.only = ["gloo"] if options.gloo_only else options.only
+    for key, value in (QUICK if options.quick else DEFAULTS).items():
+        if getattr(options, key) is None:
+            setattr(options, key, value)
+    options.ranks.sort()
+    options.sizes.sort()
+    options.chosen = competitors.chosen(options.only, options.without, options.levels)
+    if not options.chosen:
+        made.error("--only, --without and --levels leave nothing to measure")
+    return options
+
+
+def leave_out(options):
+    """Drop the series that can't be measured here, and say so."""
+    options.left_out = []
+    missing = dict(entry.split("=", 1) for entry in options.missing)
+    needs = {series.needs for series in options.chosen}
+    options.sumac_has = competitors.sumac_options(options.sumac) if "sumac" in needs else set()
+    for series in list(options.chosen):
+        why = missing.get(series.needs)
+        lacks = competitors.sumac_lacks(series, options.sumac_has) if series.is_sumac else []
+        if lacks:
+            why = f"this `sumac perf` has no {' and no '.join(lacks)}"
+        if why:
+            options.chosen.remove(series)
+            options.left_out.append(f"LEFT OUT: {series.title}: {why}")
+    if "sumac" in needs and "--attach" not in options.sumac_has:
+        options.left_out.append("this `sumac perf` has no --attach: Sumac udp is what it does without")
+    for note in options.left_out:
+        print(f"compare: {note}", file=sys.stderr)
 
 
 def main():
     options = parse(sys.argv[1:])
+    if options.needs:
+        print(*dict.fromkeys(series.needs for series in options.chosen), *([] if options.no_plot else ["plot"]))
+        return 0
     try:
-        samples, line_ns = measure(options)
-    except Failed as failure:
+        leave_out(options)
+        comparison = Comparison(options)
+        load = os.getloadavg()[0]
+        if load > BUSY:
+            comparison.note(f"the machine was busy before this began: load {load:.1f}; don't trust the times")
+        if options.in_place:
+            comparison.note("MPI reduces in place")
+        comparison.identify()
+        comparison.run()
+    except process.Failed as failure:
         print(f"compare: {failure}", file=sys.stderr)
         return 1
-    table = summary(options, samples)
+    except KeyboardInterrupt:
+        return 130
+    if not comparison.results.samples:
+        print("compare: nothing could be measured", file=sys.stderr)
+        return 1
     if options.json:
-        for row in table:
-            print(json.dumps(row | {"ranks": options.ranks, "cache_line_ns": statistics.median(line_ns)}))
+        report.print_json(comparison.results, options.chosen, comparison.line_ns)
     else:
-        print_table(options, table, line_ns)
-    return 0
+        report.print_text(comparison.results, options.chosen, comparison.notes, comparison.line_ns, options.rounds)
+    if not options.no_plot:
+        comparison.failed |= not draw(options)
+    return int(comparison.failed)
 
 
 if __name__ == "__main__":
