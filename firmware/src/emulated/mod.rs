@@ -24,6 +24,7 @@ use shard::{ShardHandle, start_shard};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 use sumac_hal::ctrl::{Announce, DeviceCapabilities, Name};
+use sumac_hal::dma::Profile;
 use sumac_hal::ids::BootId;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::MAX_SHARDS;
@@ -58,6 +59,27 @@ pub struct BoardConfig {
     pub udp: UdpConfig,
     /// How long to wait between two attempts to reach the controller.
     pub redial: Duration,
+    /// The bus towards ranks on this machine; `None`: they contribute by packets.
+    pub bus: Option<BusConfig>,
+}
+
+/// A board's bus, and the DMA engine behind it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BusConfig {
+    /// What the engine plays.
+    pub profile: Profile,
+    /// Threads of the engine.
+    pub threads: usize,
+    /// Whether the engine also minds what hardware does not.
+    pub strict: bool,
+    /// The memory for redo slots, in bytes.
+    pub redo_memory_bytes: usize,
+}
+
+impl Default for BusConfig {
+    fn default() -> Self {
+        Self { profile: Profile::Full, threads: 2, strict: false, redo_memory_bytes: 64 << 20 }
+    }
 }
 
 impl BoardConfig {
@@ -77,6 +99,7 @@ impl BoardConfig {
             // All children may send a window at once; the kernel cuts this to what it allows.
             udp: UdpConfig { receive_buffer_bytes: 32 << 20, ..UdpConfig::default() },
             redial: Duration::from_millis(500),
+            bus: Some(BusConfig::default()),
         }
     }
 }

@@ -146,8 +146,58 @@ pub struct TreeFacts {
     pub ops: u32,
     /// Bit n: all nodes know collective number n.
     pub collectives: u32,
-    /// Whether all ranks contribute by reference to their leaves: the same at all ranks.
-    pub by_reference: bool,
+    /// How many ranks contribute by reference to their leaves: the same number at all ranks.
+    pub ranks_by_reference: u32,
+}
+
+/// How the ranks of a job reach the leaves of its tree.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Attached {
+    /// All by packets.
+    ByPackets,
+    /// Some by reference, the others by packets.
+    Mixed {
+        /// How many by reference.
+        by_reference: u32,
+        /// Of how many.
+        ranks: u32,
+    },
+    /// All by reference.
+    ByReference,
+}
+
+impl Attached {
+    /// Return its name in tables and JSON.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::ByPackets => "udp",
+            Self::Mixed { .. } => "mixed",
+            Self::ByReference => "shm",
+        }
+    }
+}
+
+impl fmt::Display for Attached {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ByPackets => f.write_str("by packets"),
+            Self::Mixed { by_reference, ranks } => write!(f, "{by_reference} of {ranks} ranks by reference"),
+            Self::ByReference => f.write_str("by reference"),
+        }
+    }
+}
+
+impl Situation {
+    /// Return how the ranks reach their tree, if there is one.
+    pub fn attached(&self) -> Option<Attached> {
+        let by_reference = self.tree.as_ref().ok()?.ranks_by_reference;
+        Some(match by_reference {
+            0 => Attached::ByPackets,
+            all if all >= self.ranks => Attached::ByReference,
+            by_reference => Attached::Mixed { by_reference, ranks: self.ranks },
+        })
+    }
 }
 
 /// The first condition that rules a path out.
@@ -200,8 +250,8 @@ pub struct Explanation {
     pub chosen: Option<Path>,
     /// What the controller's overrides say for this size.
     pub overridden: Option<Path>,
-    /// Whether there is a tree to which all ranks contribute by reference: its cost is that of such a tree.
-    pub by_reference: bool,
+    /// How the ranks reach the tree, if there is one; only where all do so by reference does it cost as much as then.
+    pub attached: Option<Attached>,
 }
 
 impl Explanation {
@@ -234,8 +284,11 @@ impl fmt::Display for Explanation {
             let mark = if Some(*path) == self.chosen { '*' } else { ' ' };
             match cost_s {
                 Ok(cost) => {
-                    let how = if *path == Path::Tree && self.by_reference { "  by reference" } else { "" };
-                    writeln!(f, "{mark} {:<13} {:>12.1} us{how}", path.name(), cost * 1e6)?;
+                    write!(f, "{mark} {:<13} {:>12.1} us", path.name(), cost * 1e6)?;
+                    match self.attached.filter(|_| *path == Path::Tree) {
+                        Some(attached) => writeln!(f, "  {attached}")?,
+                        None => writeln!(f)?,
+                    }
                 }
                 Err(reason) => writeln!(f, "{mark} {:<13} ruled out: {reason}", path.name())?,
             }
@@ -266,8 +319,7 @@ pub fn explain(situation: &Situation, desc: &OpDesc, requested: Algo) -> Explana
             .and_then(wanted)
             .or_else(|| possible.clone().min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(path, _)| path)),
     };
-    let by_reference = situation.tree.as_ref().is_ok_and(|tree| tree.by_reference);
-    Explanation { requested, candidates, chosen, overridden, by_reference }
+    Explanation { requested, candidates, chosen, overridden, attached: situation.attached() }
 }
 
 /// Return the cost of the tree: a pipeline of chunks through its slowest part, at a rank or at a node.
@@ -297,7 +349,7 @@ fn judge_tree(situation: &Situation, desc: &OpDesc) -> Result<f64, RuledOut> {
         0 => 0.0,
         levels => 2.0 * f64::from(levels) * table.alpha_tree_s + n * each,
     };
-    if !tree.by_reference {
+    if situation.attached() != Some(Attached::ByReference) {
         return Ok(by_packets(tree.levels));
     }
     let leaf = 2.0 * table.alpha_reference_s + n * (taken + sent) * table.beta_reference_s;
@@ -348,7 +400,7 @@ mod tests {
         dtypes: u32::MAX,
         ops: u32::MAX,
         collectives: u32::MAX,
-        by_reference: false,
+        ranks_by_reference: 0,
     };
 
     fn situation(ranks: u32, order: Order, tree: Result<TreeFacts, String>) -> Situation {
@@ -399,7 +451,7 @@ mod tests {
     #[test]
     fn by_reference_the_engine_moves_what_packets_would_below_the_leaves() {
         let at = |levels, desc: OpDesc| {
-            let tree = TreeFacts { levels, by_reference: true, ..TREE };
+            let tree = TreeFacts { levels, ranks_by_reference: 4, ..TREE };
             cost(&Situation { table: ROUND, ..situation(4, Order::Arrival, Ok(tree)) }, &desc, Path::Tree)
         };
         // 240 bytes, 2 children.
@@ -411,14 +463,32 @@ mod tests {
     }
 
     #[test]
-    fn an_explanation_says_that_the_tree_is_by_reference() {
-        let told = |by_reference| {
-            let tree = TreeFacts { by_reference, ..TREE };
-            explain(&situation(4, Order::Arrival, Ok(tree)), &sum(8), Algo::Tree).to_string()
+    fn an_explanation_says_how_ranks_reach_the_tree() {
+        let told = |ranks_by_reference| {
+            let tree = TreeFacts { ranks_by_reference, ..TREE };
+            explain(&situation(4, Order::Arrival, Ok(tree)), &sum(8), Algo::Tree)
         };
-        let text = told(true);
-        assert_eq!(text.lines().filter(|line| line.ends_with("us  by reference")).count(), 1, "{text}");
-        assert!(text.contains("* tree") && !told(false).contains("by reference"), "{text}");
+        let ways = [
+            (0, "udp", "us  by packets"),
+            (3, "mixed", "us  3 of 4 ranks by reference"),
+            (4, "shm", "us  by reference"),
+        ];
+        for (ranks, name, words) in ways {
+            let text = told(ranks).to_string();
+            assert_eq!(
+                text.lines().filter(|line| line.contains("* tree") && line.ends_with(words)).count(),
+                1,
+                "{text}"
+            );
+            assert_eq!(
+                (text.matches("by ").count(), told(ranks).attached.map(Attached::name)),
+                (1, Some(name)),
+                "{text}"
+            );
+        }
+        let cost = |ranks| told(ranks).candidates[0].cost_s.clone();
+        assert!(cost(0) == cost(3) && cost(3) != cost(4), "a mixed tree is as slow as its packets");
+        assert_eq!(explain(&situation(4, Order::Arrival, Err("none".into())), &sum(8), Algo::Ring).attached, None);
     }
 
     #[test]
