@@ -70,6 +70,9 @@ pub(crate) enum Command {
     ///
     /// Prints `ready NAME` once the controller knows it; serves until SIGINT or SIGTERM.
     ///
+    /// With one worker it also takes contributions by reference of ranks on this machine: its DMA engine, emulated by
+    /// threads, reads and writes their memory.
+    ///
     /// Children are known by the address that their packets come from. What stands between them and the device (see
     /// --advertise) must give each child an address of its own, and keep it.
     Device(DeviceArgs),
@@ -142,6 +145,7 @@ ENVIRONMENT
   MASTER_ADDR       the controller's host [default: 127.0.0.1] (library, status, selftest)
   SUMAC_PORT        the controller's port [default: 7847] (library, status, selftest)
   SUMAC_JOB         the job's name: ranks of the same name meet [default: default] (library)
+  SUMAC_ATTACH      how the rank reaches its leaf device: auto, udp or shm [default: auto] (library)
   SUMAC_CARDS       where flash keeps what each card has had [default: /var/lib/sumac/cards]
   SUMAC_LOG         log filter, as in `debug` or `sumac::controller=trace`; wins over -v
 
@@ -155,12 +159,14 @@ EXAMPLES
   sumac perf --collective reduce_scatter,all_gather,barrier --algo tree,auto
   sumac perf --explain --algo auto --order fold -b 8 -e 16M
   sumac perf --topology fabric.ibnetdiscover --ranks 16
+  sumac perf --attach udp --algo tree
 
 JSON
   One object a row: collective dtype op ranks size_bytes count algo path attach time_us p99_us algbw_gbytes_s
   busbw_gbytes_s wrong wire_bytes cpu_us retransmits repaired. wire_bytes and cpu_us are the most of any rank, per
   operation; wrong and retransmits are sums over ranks and iterations; op is null where nothing combines, dtype too of a
-  barrier. With --explain: operation requested overridden chosen candidates[{path cost_us ruled_out}].
+  barrier. attach is how ranks reach the tree, shm, udp or mixed; host on other paths. With --explain: operation
+  requested overridden chosen attach candidates[{path cost_us ruled_out}]; attach is null where there is no tree.
 
 EXIT STATUS
   0 all elements right, 1 wrong elements or a failed run, 2 bad usage or topology, 130 interrupted";

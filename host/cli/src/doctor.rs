@@ -1,7 +1,10 @@
 //! `sumac doctor`: what this machine can do, and why not.
 //!
 //! Everything is tried or read, nothing is changed. A line is `ok`, `warn` (works, but worse than it could) or `missing`
-//! (not there), with what to do about it; the exit status is 1 if something that `perf` needs does not work.
+//! (not there), with what to do about it; the exit status is 1 if something that `perf` needs does not work. Below the
+//! findings stands which DMA engines there are, and which hardware has which.
+
+mod shm;
 
 use crate::exit::Failure;
 use crate::machine;
@@ -43,7 +46,9 @@ struct Finding {
 pub(crate) fn run(_args: &DoctorArgs) -> Result<(), Failure> {
     let mut findings = vec![cores(), round_trip(), simd()];
     findings.extend(udp());
-    findings.extend([tcp(), huge_pages(), not_built("CUDA memory"), not_built("RDMA (verbs)")]);
+    findings.extend([tcp(), huge_pages()]);
+    findings.extend(shm::findings());
+    findings.extend([not_built("CUDA memory"), not_built("RDMA (verbs)")]);
     let mut out = io::stdout().lock();
     for finding in &findings {
         let health = match finding.health {
@@ -56,6 +61,9 @@ pub(crate) fn run(_args: &DoctorArgs) -> Result<(), Failure> {
         if !finding.advice.is_empty() {
             writeln!(out, "{:<24} {}", "", finding.advice)?;
         }
+    }
+    for line in shm::profiles() {
+        writeln!(out, "{line}")?;
     }
     out.flush()?;
     if findings.iter().any(|finding| finding.health == Health::Broken) { Err(Failure::Reported) } else { Ok(()) }
@@ -180,8 +188,7 @@ fn tcp() -> Finding {
 
 fn huge_pages() -> Finding {
     let setting = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
-    // The kernel marks the choice: always [madvise] never.
-    let chosen = setting.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map(|(chosen, _)| chosen);
+    let chosen = chosen(&setting);
     let (health, advice) = match chosen {
         Some("always") => (Health::Ok, ""),
         Some(_) => {
@@ -190,6 +197,11 @@ fn huge_pages() -> Finding {
         None => (Health::Missing, "the kernel has none; large buffers cost more TLB misses"),
     };
     Finding { health, what: "huge pages", found: chosen.unwrap_or("none").into(), advice: advice.into() }
+}
+
+/// Return the choice among a setting's values, as the kernel marks it: `always [madvise] never`.
+fn chosen(setting: &str) -> Option<&str> {
+    setting.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map(|(chosen, _)| chosen)
 }
 
 fn not_built(what: &'static str) -> Finding {

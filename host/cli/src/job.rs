@@ -7,9 +7,12 @@
 use crate::collective::Piece;
 use crate::options::Algo;
 use crate::perf::Explained;
+use crate::workload::MemoryKind;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use sumac::Attach;
+use sumac::choice::Attached;
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
@@ -29,6 +32,8 @@ pub(crate) struct RankJob {
     pub(crate) host: String,
     /// In which order contributions combine; `None`: what the library does unasked.
     pub(crate) order: Option<Order>,
+    /// How it is to reach its leaf device.
+    pub(crate) attach: Attach,
     /// How long an operation may take, in milliseconds.
     pub(crate) deadline_ms: u64,
     /// What to do once it has joined.
@@ -46,6 +51,8 @@ pub(crate) enum Work {
         warmup: u32,
         /// Measured iterations of each.
         iterations: u32,
+        /// What the buffers are in.
+        memory: MemoryKind,
     },
     /// Say what would be chosen, and why.
     Explain {
@@ -115,7 +122,10 @@ impl Case {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Report {
     /// It is a member of the communicator.
-    Joined,
+    Joined {
+        /// How the ranks reach the tree, if there is one; the same at all ranks.
+        attached: Option<Attached>,
+    },
     /// What would be chosen for the next case.
     Explained(Explained),
     /// The next case is measured.

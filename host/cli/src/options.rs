@@ -4,13 +4,25 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use std::fmt;
 use std::str::FromStr;
 use sumac_hal::ctrl::Order;
+use sumac_hal::dma::Profile;
 use sumac_hal::op::{Collective, Dtype, ReduceOp};
 
-pub(crate) use sumac::Algo;
+pub(crate) use sumac::{Algo, Attach};
 
 /// Accept an algorithm's name.
 pub(crate) fn algo_parser() -> impl TypedValueParser<Value = Algo> {
     PossibleValuesParser::new(Algo::ALL.map(Algo::name)).try_map(|name| Algo::from_str(&name))
+}
+
+/// Accept the name of a way to reach a leaf device.
+pub(crate) fn attach_parser() -> impl TypedValueParser<Value = Attach> {
+    PossibleValuesParser::new(Attach::ALL.map(Attach::name)).try_map(|name| Attach::from_str(&name))
+}
+
+/// Accept the name of a DMA engine's profile.
+pub(crate) fn profile_parser() -> impl TypedValueParser<Value = Profile> {
+    PossibleValuesParser::new(Profile::ALL.map(Profile::name))
+        .try_map(|name| Profile::ALL.into_iter().find(|profile| profile.name() == name).ok_or(Unknown))
 }
 
 /// Accept an element type's name.

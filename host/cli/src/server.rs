@@ -5,8 +5,10 @@
 
 use crate::cluster::{LISTENING, READY};
 use crate::exit::Failure;
+use crate::options;
 use anyhow::{Context, anyhow};
 use clap::Args;
+use clap::builder::RangedU64ValueParser;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::io::{self, Read, Write};
@@ -17,7 +19,8 @@ use sumac::choice::CostTable;
 use sumac::comm::DEFAULT_PORT;
 use sumac::controller::{Controller, ControllerConfig};
 use sumac::topo::Fabric;
-use sumac_firmware::emulated::{Board, BoardConfig};
+use sumac_firmware::emulated::{Board, BoardConfig, BusConfig};
+use sumac_hal::dma::Profile;
 
 /// The longest fabric that is read from stdin, in bytes.
 const STDIN_MAX_BYTES: u64 = 64 << 20;
@@ -66,6 +69,21 @@ pub(crate) struct DeviceArgs {
     /// Slots of all groups, in each shard [default: the board's]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1 << 20))]
     slots: Option<u32>,
+    /// Take no contributions by reference: ranks on this machine send packets, as all others do
+    #[arg(long)]
+    no_bus: bool,
+    /// What the emulated DMA engine can do, and so what the device's processor has left to do; `sumac doctor` says which
+    /// hardware has which
+    #[arg(long, value_name = "NAME", default_value = "full", value_parser = options::profile_parser(),
+          conflicts_with = "no_bus")]
+    dma_profile: Profile,
+    /// Threads of the DMA engine
+    #[arg(long, value_name = "N", default_value_t = 2, conflicts_with = "no_bus",
+          value_parser = RangedU64ValueParser::<usize>::new().range(1..=64))]
+    dma_threads: usize,
+    /// Let the DMA engine refuse what hardware would let pass: misaligned elements, chains that get in each other's way
+    #[arg(long, conflicts_with = "no_bus")]
+    dma_strict: bool,
     /// Seconds to wait for the controller before giving up
     #[arg(long = "timeout", value_name = "SECONDS", default_value_t = 30)]
     timeout_s: u64,
@@ -89,7 +107,8 @@ pub(crate) fn run_controller(args: &ControllerArgs) -> Result<(), Failure> {
 /// Run an emulated device until a signal.
 pub(crate) fn run_device(args: DeviceArgs) -> Result<(), Failure> {
     let signals = signals()?;
-    let mut config = BoardConfig::new(args.name, args.controller);
+    let mut config = BoardConfig::new(args.name.clone(), args.controller);
+    config.bus = args.bus();
     config.bind = args.bind;
     config.data_port = args.data_port;
     config.advertise = args.advertise;
@@ -107,6 +126,14 @@ pub(crate) fn run_device(args: DeviceArgs) -> Result<(), Failure> {
     announce(&format!("{READY}{name}"))?;
     wait(signals);
     Ok(())
+}
+
+impl DeviceArgs {
+    /// Describe the bus that is asked for.
+    fn bus(&self) -> Option<BusConfig> {
+        let (profile, threads, strict) = (self.dma_profile, self.dma_threads, self.dma_strict);
+        (!self.no_bus).then(|| BusConfig { profile, threads, strict, ..BusConfig::default() })
+    }
 }
 
 fn read_fabric(path: &Path) -> anyhow::Result<Fabric> {
@@ -139,4 +166,45 @@ fn signals() -> Result<Signals, Failure> {
 fn wait(mut signals: Signals) {
     let signal = signals.forever().next();
     tracing::info!(?signal, "ending");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Debug, Parser)]
+    struct Command {
+        #[command(flatten)]
+        device: DeviceArgs,
+    }
+
+    fn bus(options: &[&str]) -> Result<Option<(Profile, usize, bool)>, String> {
+        let parsed = Command::try_parse_from(["device", "--name=d"].iter().chain(options));
+        let bus = parsed.map_err(|error| error.to_string())?.device.bus();
+        Ok(bus.map(|bus| (bus.profile, bus.threads, bus.strict)))
+    }
+
+    #[test]
+    fn a_device_has_the_bus_that_is_asked_for() {
+        let board = BusConfig::default();
+        assert_eq!(bus(&[]), Ok(Some((board.profile, board.threads, board.strict))), "unasked, the board's own");
+        assert_eq!(bus(&["--no-bus"]), Ok(None));
+        let told = bus(&["--dma-profile", "copy-only", "--dma-threads", "64", "--dma-strict"]);
+        assert_eq!(told, Ok(Some((Profile::CopyOnly, 64, true))));
+    }
+
+    #[test]
+    fn an_engine_that_cannot_be_is_refused_by_name() {
+        let cases: [(&[&str], &str); 4] = [
+            (&["--dma-profile", "fast"], "copy-only, inline-reduce, full"),
+            (&["--dma-threads", "0"], "1..=64"),
+            (&["--dma-threads", "65"], "1..=64"),
+            (&["--no-bus", "--dma-strict"], "--no-bus"),
+        ];
+        for (options, named) in cases {
+            let error = bus(options).expect_err("refused");
+            assert!(error.contains(named), "{options:?}: {error}");
+        }
+    }
 }

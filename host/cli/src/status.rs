@@ -6,6 +6,7 @@ use clap::Args;
 use std::io::{self, Write};
 use sumac::controller::proto::{DeviceStatus, JobStatus, StatusReport};
 use sumac::controller::status;
+use sumac_hal::ctrl::Bus;
 
 /// `sumac status`.
 #[derive(Debug, Args)]
@@ -55,11 +56,23 @@ fn write_device(out: &mut impl Write, device: &DeviceStatus) -> io::Result<()> {
             let dropped: u64 = counters.dropped.iter().sum();
             writeln!(
                 out,
-                "  {}  groups {}/{groups}  slots {}/{slots}  packets in {} out {}  dropped {dropped}{known}",
-                device.name, stats.groups, stats.slots_used, counters.packets_in, counters.packets_out
+                "  {}  groups {}/{groups}  slots {}/{slots}  packets in {} out {}  dropped {dropped}{}{known}",
+                device.name,
+                stats.groups,
+                stats.slots_used,
+                counters.packets_in,
+                counters.packets_out,
+                describe_bus(device.bus.as_ref())
             )
         }
         Err(why) => writeln!(out, "  {}  DOES NOT ANSWER: {why}{known}", device.name),
+    }
+}
+
+fn describe_bus(bus: Option<&Bus>) -> String {
+    match bus {
+        Some(bus) => format!("  bus on machine {}, {} bytes for redo slots", bus.machine, bus.redo_memory_bytes),
+        None => "  no bus".into(),
     }
 }
 
@@ -67,8 +80,41 @@ fn write_job(out: &mut impl Write, job: &JobStatus) -> io::Result<()> {
     let state = if job.running { "running" } else { "waiting for ranks" };
     let tree = match &job.tree {
         None => String::new(),
-        Some(Ok(tree)) => format!("  {} on {} levels: {}", tree.group, tree.levels, tree.devices.join(" ")),
+        Some(Ok(tree)) => format!(
+            "  {} on {} levels: {}  {} of {} ranks by reference",
+            tree.group,
+            tree.levels,
+            tree.devices.join(" "),
+            tree.by_reference,
+            job.world
+        ),
         Some(Err(why)) => format!("  no tree: {why}"),
     };
     writeln!(out, "  {}  {state}  ranks {}/{}{tree}", job.name, job.joined, job.world)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sumac::controller::proto::JobTree;
+    use sumac_hal::ctrl::Name;
+    use sumac_hal::ids::GroupId;
+
+    #[test]
+    fn a_job_says_how_many_ranks_are_by_reference() {
+        let tree = JobTree { group: GroupId(7), levels: 1, devices: vec!["leaf0".into()], by_reference: 3 };
+        let job = JobStatus { name: "j".into(), joined: 4, world: 4, running: true, tree: Some(Ok(tree)) };
+        let mut text = Vec::new();
+        write_job(&mut text, &job).expect("memory");
+        let text = String::from_utf8(text).expect("text");
+        assert!(text.ends_with("on 1 levels: leaf0  3 of 4 ranks by reference\n"), "{text}");
+    }
+
+    #[test]
+    fn a_bus_says_where_it_is() {
+        let name = |text| Name::try_from(text).expect("short");
+        let bus = Bus { machine: name("m"), socket: name("s"), redo_memory_bytes: 4096 };
+        assert_eq!(describe_bus(Some(&bus)), "  bus on machine m, 4096 bytes for redo slots");
+        assert_eq!(describe_bus(None), "  no bus");
+    }
 }

@@ -8,12 +8,13 @@ use crate::collective;
 use crate::exit::Failure;
 use crate::job::{Case, Measured, RankJob, Report, Work};
 use crate::perf::Explained;
-use crate::workload::Workload;
+use crate::workload::{MemoryKind, Workload};
 use anyhow::{Context, anyhow};
 use rustix::time::{ClockId, clock_gettime};
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
-use sumac::{CallOptions, Communicator, JoinConfig, Outcome};
+use sumac::choice::Attached;
+use sumac::{Algo, Attach, CallOptions, Communicator, JoinConfig, Outcome};
 use sumac_hal::op::OpDesc;
 
 /// Read the job from stdin, do it, and report on stdout.
@@ -26,12 +27,13 @@ pub(crate) fn run() -> Result<(), Failure> {
     let mut config = JoinConfig::new(job.controller, job.job.as_str(), job.rank, job.world);
     config.host = Some(job.host.clone());
     config.order = job.order.unwrap_or(config.order);
+    config.attach = job.attach;
     config.deadline = Duration::from_millis(job.deadline_ms);
     let communicator = Communicator::join(config).map_err(Failure::run)?;
-    report(&Report::Joined)?;
+    report(&Report::Joined { attached: attached(&job, &communicator)? })?;
     match &job.work {
-        Work::Perf { cases, warmup, iterations } => {
-            let mut bench = Bench::new(&communicator, *warmup, *iterations);
+        Work::Perf { cases, warmup, iterations, memory } => {
+            let mut bench = Bench::new(&communicator, (*warmup, *iterations), *memory);
             for case in cases {
                 report(&bench.measure(case)?)?;
             }
@@ -48,12 +50,24 @@ pub(crate) fn run() -> Result<(), Failure> {
     Ok(())
 }
 
+/// Return how the ranks reach their tree, if there is one. Fails where this one insists on shared memory and there is
+/// none: what is done instead would not be what was asked for. Explaining does nothing else.
+fn attached(job: &RankJob, communicator: &Communicator) -> Result<Option<Attached>, Failure> {
+    let explanation = communicator.explain(&OpDesc::barrier(), Algo::Tree);
+    let insists = job.attach == Attach::Shm && !matches!(job.work, Work::Explain { .. });
+    match explanation.refusal() {
+        Some(why) if insists => Err(Failure::Run(anyhow!("--attach shm: {why}"))),
+        _ => Ok(explanation.attached),
+    }
+}
+
 /// What stays from case to case.
 #[derive(Debug)]
 struct Bench<'a> {
     communicator: &'a Communicator,
     warmup: u32,
     iterations: u32,
+    memory: MemoryKind,
     /// Counts on over all cases, so that no case's values are an earlier one's.
     iteration: u64,
     /// The buffers of an operation, which its next algorithm takes over.
@@ -61,17 +75,19 @@ struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    fn new(communicator: &'a Communicator, warmup: u32, iterations: u32) -> Self {
-        Self { communicator, warmup, iterations, iteration: 0, workload: None }
+    fn new(communicator: &'a Communicator, (warmup, iterations): (u32, u32), memory: MemoryKind) -> Self {
+        Self { communicator, warmup, iterations, memory, iteration: 0, workload: None }
     }
 
     /// Measure a case: every iteration is checked, those after the warm-up count.
     fn measure(&mut self, case: &Case) -> Result<Report, Failure> {
         let desc = case.desc();
         usize::try_from(case.size_bytes()).map_err(Failure::run)?;
-        let (rank, ranks) = (self.communicator.rank(), self.communicator.size());
-        let known = self.workload.take().filter(|(known, _)| *known == desc);
-        let (_, workload) = self.workload.insert(known.unwrap_or_else(|| (desc, Workload::new(desc, rank, ranks))));
+        let workload = match self.workload.take().filter(|(known, _)| *known == desc) {
+            Some((_, workload)) => workload,
+            None => Workload::new(desc, self.communicator, self.memory).map_err(|error| failed(case, &error))?,
+        };
+        let (_, workload) = self.workload.insert((desc, workload));
         let options = CallOptions { algo: Some(case.algo), ..CallOptions::default() };
         let mut sum = Measured {
             times_ns: Vec::with_capacity(self.iterations as usize),

@@ -3,11 +3,44 @@
 //!
 //! Operations run in place, in one buffer that is as long as the longer of input and output, but all-to-all, which has
 //! two. What is left from the iteration before is other values, so what is not written shows as wrong.
+//!
+//! [`memory`] is the only place that makes a buffer.
 
 use crate::pattern::{Expected, Pattern, SCALE};
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use sumac::{Buffers, CallOptions, Communicator, Outcome};
 use sumac_hal::op::{Collective, OpDesc, ReduceOp};
+
+/// Which memory a buffer is in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+pub(crate) enum MemoryKind {
+    /// The communicator's, which devices on this machine reach where it is
+    Registered,
+    /// The process's own, as any program has it
+    Plain,
+}
+
+impl MemoryKind {
+    /// Return its name on the command line.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Registered => "registered",
+            Self::Plain => "plain",
+        }
+    }
+}
+
+/// A buffer.
+type Memory = Vec<u8>;
+
+/// Make a zeroed buffer. Until communicators give out memory, that of both kinds is the process's own.
+fn memory(_communicator: &Communicator, kind: MemoryKind, len_bytes: usize) -> Result<Memory, sumac::Error> {
+    match kind {
+        MemoryKind::Registered | MemoryKind::Plain => Ok(vec![0; len_bytes]),
+    }
+}
 
 /// An operation and its buffers at one rank.
 #[derive(Debug)]
@@ -16,18 +49,21 @@ pub(crate) struct Workload {
     rank: u32,
     ranks: u32,
     pattern: Pattern,
-    buffer: Vec<u8>,
+    buffer: Memory,
     /// The input, where it is a buffer of its own.
-    input: Vec<u8>,
+    input: Option<Memory>,
 }
 
 impl Workload {
-    /// Make the buffers of `rank` among `ranks`; their content is any.
-    pub(crate) fn new(desc: OpDesc, rank: u32, ranks: u32) -> Self {
+    /// Make a communicator's rank's buffers; their content is any.
+    ///
+    /// # Errors
+    /// The communicator's, if it has no memory for them.
+    pub(crate) fn new(desc: OpDesc, communicator: &Communicator, kind: MemoryKind) -> Result<Self, sumac::Error> {
+        let (rank, ranks) = (communicator.rank(), communicator.size());
         let dtype = desc.dtype.unwrap_or(sumac_hal::op::Dtype::F32);
         let pattern = Pattern::new(dtype, desc.op.unwrap_or(ReduceOp::Sum), ranks);
-        let mut workload = Self { desc, rank, ranks, pattern, buffer: Vec::new(), input: Vec::new() };
-        let own = workload.block(rank).len();
+        let own = block(&desc, rank, ranks).len();
         let count = desc.count as usize;
         let at_root = desc.root.0 == rank;
         let elements = match desc.collective {
@@ -35,26 +71,27 @@ impl Workload {
             Collective::AllToAll => own * ranks as usize,
             _ => count,
         };
-        workload.buffer.resize(elements * desc.element_bytes(), 0);
-        if desc.collective == Collective::AllToAll {
-            workload.input.resize(count * desc.element_bytes(), 0);
-        }
-        workload
+        let buffer = memory(communicator, kind, elements * desc.element_bytes())?;
+        let input = (desc.collective == Collective::AllToAll)
+            .then(|| memory(communicator, kind, count * desc.element_bytes()))
+            .transpose()?;
+        Ok(Self { desc, rank, ranks, pattern, buffer, input })
     }
 
     /// Return the elements of a rank's block.
     fn block(&self, rank: u32) -> Range<usize> {
-        let start = |rank: u32| (u128::from(rank) * u128::from(self.desc.count) / u128::from(self.ranks)) as usize;
-        start(rank)..start(rank + 1)
+        block(&self.desc, rank, self.ranks)
     }
 
     /// Put in what this rank contributes to `iteration`.
     pub(crate) fn fill(&mut self, iteration: u64) {
         let (own, at_root) = (self.block(self.rank), self.desc.root.0 == self.rank);
         let size = self.desc.element_bytes();
+        if let Some(input) = &mut self.input {
+            return self.pattern.fill(input, self.rank, iteration, 0);
+        }
         let (buffer, first) = match self.desc.collective {
             Collective::Broadcast | Collective::Scatter if !at_root => return,
-            Collective::AllToAll => (&mut self.input[..], 0),
             // A block of its own, or the same block among all.
             Collective::Gather if !at_root => (&mut self.buffer[..], own.start),
             Collective::AllGather | Collective::Gather => {
@@ -69,9 +106,9 @@ impl Workload {
     pub(crate) fn run(&mut self, communicator: &Communicator, options: &CallOptions) -> Result<Outcome, sumac::Error> {
         let scalar = (self.desc.op == Some(ReduceOp::PremulSum)).then_some(SCALE);
         let options = CallOptions { scalar, ..*options };
-        let buffers = match self.desc.collective {
-            Collective::AllToAll => Buffers::Separate { input: &self.input, output: &mut self.buffer },
-            _ => Buffers::InPlace(&mut self.buffer),
+        let buffers = match &self.input {
+            Some(input) => Buffers::Separate { input, output: &mut self.buffer },
+            None => Buffers::InPlace(&mut self.buffer),
         };
         communicator.run(&self.desc, buffers, &options)
     }
@@ -104,4 +141,10 @@ impl Workload {
             _ => 0,
         }
     }
+}
+
+/// Return the elements of a rank's block.
+fn block(desc: &OpDesc, rank: u32, ranks: u32) -> Range<usize> {
+    let start = |rank: u32| (u128::from(rank) * u128::from(desc.count) / u128::from(ranks)) as usize;
+    start(rank)..start(rank + 1)
 }

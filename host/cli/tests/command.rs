@@ -5,9 +5,9 @@
 mod common;
 
 use common::{Dir, exit_status, npy_f32, read_npy_f32, stderr, stdout, sumac};
-use serde_json::Value;
-use std::io::{BufRead, BufReader};
-use std::process::{Command, Stdio};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Output, Stdio};
 
 const PERF_KEYS: [&str; 18] = [
     "collective",
@@ -45,8 +45,9 @@ fn perf_runs_every_path_and_counts_no_wrong_element() {
         assert!(PERF_KEYS.iter().all(|key| keys.contains(key)) && keys.len() == PERF_KEYS.len(), "{keys:?}");
         assert_eq!((row["algo"].as_str(), row["path"].as_str()), (Some(*algo), Some(*algo)), "{row}");
         assert_eq!((row["wrong"].as_u64(), row["ranks"].as_u64()), (Some(0), Some(4)), "{row}");
-        // Each rank sends its data at least once.
-        assert!(row["wire_bytes"].as_u64() >= row["size_bytes"].as_u64(), "{row}");
+        // Each rank sends its data at least once, unless the device's engine fetches it.
+        let fetched = row["attach"] == "shm";
+        assert!(fetched || row["wire_bytes"].as_u64() >= row["size_bytes"].as_u64(), "{row}");
         let (time, algbw) = (row["time_us"].as_f64(), row["algbw_gbytes_s"].as_f64());
         let (time, algbw) = (time.expect("a number"), algbw.expect("a number"));
         let size = row["size_bytes"].as_f64().expect("a number");
@@ -102,6 +103,87 @@ fn perf_checks_every_collective() {
 }
 
 #[test]
+fn a_row_says_how_its_ranks_were_attached() {
+    let found =
+        rows(&["perf", "--json", "-e", "8", "-n", "1", "--algo", "tree,ring", "--attach", "udp", "--memory", "plain"]);
+    let attach: Vec<_> = found.iter().map(|row| row["attach"].as_str()).collect();
+    assert_eq!(attach, [Some("udp"), Some("host")], "{found:?}");
+    let output = sumac(&["perf", "-e", "8", "-n", "1", "--algo", "tree", "--attach", "udp"]);
+    assert!(stdout(&output).contains("# attach udp, by packets"), "{}", stdout(&output));
+}
+
+/// Shared memory takes a device of one shard.
+#[test]
+fn shared_memory_that_cannot_be_had_fails_the_run_with_the_reason() {
+    let dir = Dir::new("insists");
+    let input = dir.write("in.npy", &npy_f32(&[1.0; 6], "(6,)"));
+    let out = dir.path("out.npy");
+    let perf = sumac(&["perf", "-e", "8", "--shards", "2", "--attach", "shm"]);
+    assert_eq!(exit_status(&perf), 1, "{}", stderr(&perf));
+    for part in ["--attach shm", "rank 0 asks for shared memory", "leaf0", "the device has 2 shards"] {
+        assert!(stderr(&perf).contains(part), "{}", stderr(&perf));
+    }
+    assert!(stdout(&perf).is_empty(), "{}", stdout(&perf));
+    let explained =
+        rows(&["perf", "--json", "--explain", "-e", "8", "--shards", "2", "--attach", "shm", "--algo", "auto"]);
+    let why = explained[0]["candidates"][0]["ruled_out"].as_str().expect("no tree");
+    assert!(why.contains("the device has 2 shards") && explained[0]["attach"].is_null(), "{why}");
+    let files = sumac(&["all-reduce", "--input", &input, "--output", &out, "--attach", "rdma"]);
+    assert_eq!(exit_status(&files), 2, "{}", stderr(&files));
+    assert_eq!(dir.names(), ["in.npy"]);
+}
+
+#[test]
+fn a_device_without_a_bus_is_named_by_the_rank_that_insists_on_one() {
+    let mut controller = common::serve(&["controller", "--listen", "127.0.0.1:0"]);
+    let line = controller.line();
+    let addr = line.strip_prefix("listening ").expect("an address").to_owned();
+    let mut device = common::serve(&["device", "--name", "leaf7", "--no-bus", "--controller", &addr]);
+    assert_eq!(device.line(), "ready leaf7");
+    let report = stdout(&sumac(&["status", "--controller", &addr]));
+    assert!(report.contains("leaf7") && report.contains("no bus"), "{report}");
+    // Rank 1 attaches like this, rank 0 as it can.
+    let run = |attach: &str| -> Vec<Output> {
+        let case =
+            json!({ "collective": "AllReduce", "dtype": "F32", "op": "Sum", "root": 0, "count": 8, "algo": "Tree" });
+        let work = json!({ "Perf": { "cases": [case], "warmup": 0, "iterations": 1, "memory": "Registered" } });
+        let start = |rank: u32| {
+            let job = json!({
+                "controller": addr, "job": format!("one-{attach}"), "rank": rank, "world": 2,
+                "host": format!("host-{rank}"), "order": null, "attach": if rank == 1 { attach } else { "Auto" },
+                "deadline_ms": 60_000, "work": work,
+            });
+            spawn_rank(&format!("{job}\n"))
+        };
+        let ranks = [start(0), start(1)];
+        ranks.into_iter().map(|rank| rank.wait_with_output().expect("ended")).collect()
+    };
+    for output in run("Udp") {
+        assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
+        assert!(stdout(&output).contains("ByPackets"), "{}", stdout(&output));
+    }
+    let outputs = run("Shm");
+    assert_eq!(exit_status(&outputs[1]), 1, "{}", stdout(&outputs[1]));
+    let said = stderr(&outputs[1]);
+    for part in ["rank 1 asks for shared memory", "leaf7", "the device has no bus", "`udp`"] {
+        assert!(said.contains(part), "{said}");
+    }
+    // The other one is told as well.
+    assert!(stderr(&outputs[0]).contains("the device has no bus"), "{}", stderr(&outputs[0]));
+    device.interrupt_and_expect_success();
+    controller.interrupt_and_expect_success();
+}
+
+/// Start a rank on a job.
+fn spawn_rank(job: &str) -> Child {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sumac"));
+    command.arg("rank").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut rank = command.spawn().expect("started");
+    rank.stdin.take().expect("piped").write_all(job.as_bytes()).expect("read by the rank");
+    rank
+}
+
+#[test]
 fn explain_names_costs_reasons_and_overrides() {
     let dir = Dir::new("explain");
     let file = dir.path("overrides.toml");
@@ -131,11 +213,15 @@ fn perf_builds_the_tree_of_a_real_fabric() {
 #[test]
 fn bad_usage_ends_with_2_and_names_what_is_wrong() {
     let fabric = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/two-leaves.ibnetdiscover");
-    let cases: [(&[&str], &str); 11] = [
+    let cases: [(&[&str], &str); 15] = [
         (&["perf", "-b", "1M", "-e", "8"], "-b 1M"),
         (&["perf", "-b", "eight"], "eight"),
         (&["perf", "--algo", "magic"], "magic"),
         (&["perf", "--ranks", "0"], "0"),
+        (&["perf", "--attach", "rdma"], "auto, udp, shm"),
+        (&["perf", "--memory", "stolen"], "registered, plain"),
+        (&["device", "--name", "d", "--dma-profile", "fast"], "copy-only, inline-reduce, full"),
+        (&["device", "--name", "d", "--no-bus", "--dma-threads", "4"], "--no-bus"),
         (&["perf", "--topology", "/nonexistent"], "/nonexistent"),
         (&["perf", "--topology", fabric, "--ranks", "99"], "99 hosts are asked for"),
         (&["plan", "--topology", fabric, "--hosts", "nobody"], "nobody"),
@@ -224,7 +310,18 @@ fn status_shows_what_has_registered() {
 fn doctor_names_what_is_there_and_what_is_not() {
     let output = sumac(&["doctor"]);
     let text = stdout(&output);
-    for what in ["cores", "vectors", "UDP port", "TCP port", "CUDA memory", "not built in this version"] {
+    for what in [
+        "cores",
+        "vectors",
+        "UDP port",
+        "TCP port",
+        "CUDA memory",
+        "not built in this version",
+        "shared memory",
+        "pidfd",
+        "inline-reduce",
+        "BlueField",
+    ] {
         assert!(text.contains(what), "{text}");
     }
     assert_eq!(exit_status(&output), i32::from(text.contains("BROKEN")), "{text}");

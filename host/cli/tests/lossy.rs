@@ -103,11 +103,13 @@ impl Scenario {
     }
 
     fn job(&self, controller: &str, rank: u32) -> String {
-        let work = json!({ "Perf": { "cases": self.cases, "warmup": 0, "iterations": self.iterations } });
+        let work =
+            json!({ "Perf": { "cases": self.cases, "warmup": 0, "iterations": self.iterations, "memory": "Plain" } });
         let (host, order) = (format!("h{rank}"), self.order);
         let job = json!({
             "controller": controller, "job": "lossy", "rank": rank, "world": RANKS, "host": host, "order": order,
-            "deadline_ms": 60_000, "work": work,
+            // Only packets can be lost.
+            "attach": "Udp", "deadline_ms": 60_000, "work": work,
         });
         format!("{job}\n")
     }
@@ -115,7 +117,8 @@ impl Scenario {
     /// Read what a rank has printed: that it has joined, then a row a case, through the tree and without an error.
     fn rows(&self, lines: &[String]) -> Vec<Value> {
         let lines: Vec<Value> = lines.iter().map(|line| serde_json::from_str(line).expect("JSON")).collect();
-        assert_eq!((lines.first(), lines.len()), (Some(&json!("Joined")), 1 + self.cases.len()), "{lines:?}");
+        let joined = json!({ "Joined": { "attached": "ByPackets" } });
+        assert_eq!((lines.first(), lines.len()), (Some(&joined), 1 + self.cases.len()), "{lines:?}");
         let rows: Vec<Value> = lines[1..].iter().map(|line| line["Measured"].clone()).collect();
         for (row, case) in rows.iter().zip(&self.cases) {
             assert_eq!(

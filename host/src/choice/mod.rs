@@ -21,6 +21,8 @@
 
 mod declared;
 mod table;
+#[cfg(test)]
+mod tests;
 
 pub use declared::Declared;
 pub use table::{CostTable, Override, OverrideError};
@@ -146,8 +148,58 @@ pub struct TreeFacts {
     pub ops: u32,
     /// Bit n: all nodes know collective number n.
     pub collectives: u32,
-    /// Whether all ranks contribute by reference to their leaves: the same at all ranks.
-    pub by_reference: bool,
+    /// How many ranks contribute by reference to their leaves: the same number at all ranks.
+    pub ranks_by_reference: u32,
+}
+
+/// How the ranks of a job reach the leaves of its tree.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Attached {
+    /// All by packets.
+    ByPackets,
+    /// Some by reference, the others by packets.
+    Mixed {
+        /// How many by reference.
+        by_reference: u32,
+        /// Of how many.
+        ranks: u32,
+    },
+    /// All by reference.
+    ByReference,
+}
+
+impl Attached {
+    /// Return its name in tables and JSON.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::ByPackets => "udp",
+            Self::Mixed { .. } => "mixed",
+            Self::ByReference => "shm",
+        }
+    }
+}
+
+impl fmt::Display for Attached {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ByPackets => f.write_str("by packets"),
+            Self::Mixed { by_reference, ranks } => write!(f, "{by_reference} of {ranks} ranks by reference"),
+            Self::ByReference => f.write_str("by reference"),
+        }
+    }
+}
+
+impl Situation {
+    /// Return how the ranks reach their tree, if there is one.
+    pub fn attached(&self) -> Option<Attached> {
+        let by_reference = self.tree.as_ref().ok()?.ranks_by_reference;
+        Some(match by_reference {
+            0 => Attached::ByPackets,
+            all if all >= self.ranks => Attached::ByReference,
+            by_reference => Attached::Mixed { by_reference, ranks: self.ranks },
+        })
+    }
 }
 
 /// The first condition that rules a path out.
@@ -200,8 +252,8 @@ pub struct Explanation {
     pub chosen: Option<Path>,
     /// What the controller's overrides say for this size.
     pub overridden: Option<Path>,
-    /// Whether there is a tree to which all ranks contribute by reference: its cost is that of such a tree.
-    pub by_reference: bool,
+    /// How the ranks reach the tree, if there is one; only where all do so by reference does it cost as much as then.
+    pub attached: Option<Attached>,
 }
 
 impl Explanation {
@@ -234,8 +286,11 @@ impl fmt::Display for Explanation {
             let mark = if Some(*path) == self.chosen { '*' } else { ' ' };
             match cost_s {
                 Ok(cost) => {
-                    let how = if *path == Path::Tree && self.by_reference { "  by reference" } else { "" };
-                    writeln!(f, "{mark} {:<13} {:>12.1} us{how}", path.name(), cost * 1e6)?;
+                    write!(f, "{mark} {:<13} {:>12.1} us", path.name(), cost * 1e6)?;
+                    match self.attached.filter(|_| *path == Path::Tree) {
+                        Some(attached) => writeln!(f, "  {attached}")?,
+                        None => writeln!(f)?,
+                    }
                 }
                 Err(reason) => writeln!(f, "{mark} {:<13} ruled out: {reason}", path.name())?,
             }
@@ -266,8 +321,7 @@ pub fn explain(situation: &Situation, desc: &OpDesc, requested: Algo) -> Explana
             .and_then(wanted)
             .or_else(|| possible.clone().min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(path, _)| path)),
     };
-    let by_reference = situation.tree.as_ref().is_ok_and(|tree| tree.by_reference);
-    Explanation { requested, candidates, chosen, overridden, by_reference }
+    Explanation { requested, candidates, chosen, overridden, attached: situation.attached() }
 }
 
 /// Return the cost of the tree: a pipeline of chunks through its slowest part, at a rank or at a node.
@@ -297,7 +351,7 @@ fn judge_tree(situation: &Situation, desc: &OpDesc) -> Result<f64, RuledOut> {
         0 => 0.0,
         levels => 2.0 * f64::from(levels) * table.alpha_tree_s + n * each,
     };
-    if !tree.by_reference {
+    if situation.attached() != Some(Attached::ByReference) {
         return Ok(by_packets(tree.levels));
     }
     let leaf = 2.0 * table.alpha_reference_s + n * (taken + sent) * table.beta_reference_s;
@@ -334,157 +388,4 @@ fn knows(tree: &TreeFacts, desc: &OpDesc) -> bool {
 fn depends_on_order(order: Order, desc: &OpDesc) -> bool {
     let rounds = matches!(desc.op, Some(ReduceOp::Sum | ReduceOp::Prod | ReduceOp::Avg | ReduceOp::PremulSum));
     order != Order::Arrival && rounds && desc.dtype.is_some_and(|dtype| !dtype.is_integer())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use sumac_hal::ids::Rank;
-    use sumac_hal::op::Dtype;
-
-    const TREE: TreeFacts = TreeFacts {
-        levels: 2,
-        max_children: 2,
-        dtypes: u32::MAX,
-        ops: u32::MAX,
-        collectives: u32::MAX,
-        by_reference: false,
-    };
-
-    fn situation(ranks: u32, order: Order, tree: Result<TreeFacts, String>) -> Situation {
-        let declared = Declared::flat(ranks, order);
-        Situation { ranks, order, tree, table: CostTable::EMULATED, declared }
-    }
-
-    fn sum(count: u64) -> OpDesc {
-        OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, count)
-    }
-
-    fn cost(situation: &Situation, desc: &OpDesc, path: Path) -> Result<f64, RuledOut> {
-        let explanation = explain(situation, desc, Algo::Auto);
-        let mut candidates = explanation.candidates.into_iter();
-        candidates.find(|candidate| candidate.path == path).expect("a candidate").cost_s
-    }
-
-    /// Constants whose parts of a sum can be told apart.
-    const ROUND: CostTable = CostTable {
-        version: 1,
-        alpha_tree_s: 1.0,
-        alpha_step_s: 1.0,
-        beta_tree_s: 100.0,
-        beta_step_s: 1.0,
-        beta_node_s: 1.0,
-        gamma_s: 0.0,
-        alpha_reference_s: 0.25,
-        beta_reference_s: 0.5,
-        overrides: Vec::new(),
-    };
-
-    #[test]
-    fn costs_follow_the_formulas() {
-        let at = |ranks, desc: OpDesc, path| {
-            cost(&Situation { table: ROUND, ..situation(ranks, Order::Arrival, Ok(TREE)) }, &desc, path)
-        };
-        // 240 bytes.
-        assert_eq!(at(4, sum(60), Path::Tree), Ok(4.0 + 240.0 * (200.0 + 4.0)));
-        assert_eq!(at(4, OpDesc::broadcast(Dtype::F32, Rank(0), 60), Path::Tree), Ok(4.0 + 240.0 * (100.0 + 3.0)));
-        assert_eq!(at(4, OpDesc::all_gather(Dtype::F32, 60), Path::Tree), Ok(4.0 + 240.0 * (125.0 + 3.0)));
-        assert_eq!(at(4, OpDesc::barrier(), Path::Tree), Ok(4.0));
-        assert_eq!(at(4, sum(60), Path::Ring), Ok(6.0 + 360.0));
-        assert_eq!(at(4, sum(60), Path::HalvingDoubling), Ok(4.0 + 360.0));
-        assert_eq!(at(6, sum(60), Path::HalvingDoubling), Ok(6.0 + 360.0 + 480.0));
-        assert_eq!(at(4, OpDesc::barrier(), Path::Dissemination), Ok(2.0));
-    }
-
-    #[test]
-    fn by_reference_the_engine_moves_what_packets_would_below_the_leaves() {
-        let at = |levels, desc: OpDesc| {
-            let tree = TreeFacts { levels, by_reference: true, ..TREE };
-            cost(&Situation { table: ROUND, ..situation(4, Order::Arrival, Ok(tree)) }, &desc, Path::Tree)
-        };
-        // 240 bytes, 2 children.
-        assert_eq!(at(1, sum(60)), Ok(0.5 + 240.0 * 4.0 * 0.5));
-        assert_eq!(at(2, sum(60)), Ok(0.5 + 240.0 * 4.0 * 0.5 + 2.0 + 240.0 * (200.0 + 4.0)));
-        assert_eq!(at(1, OpDesc::broadcast(Dtype::F32, Rank(0), 60)), Ok(0.5 + 240.0 * 3.0 * 0.5));
-        assert_eq!(at(1, OpDesc::barrier()), Ok(0.5));
-        assert_eq!(at(3, OpDesc::barrier()), Ok(4.5));
-    }
-
-    #[test]
-    fn an_explanation_says_that_the_tree_is_by_reference() {
-        let told = |by_reference| {
-            let tree = TreeFacts { by_reference, ..TREE };
-            explain(&situation(4, Order::Arrival, Ok(tree)), &sum(8), Algo::Tree).to_string()
-        };
-        let text = told(true);
-        assert_eq!(text.lines().filter(|line| line.ends_with("us  by reference")).count(), 1, "{text}");
-        assert!(text.contains("* tree") && !told(false).contains("by reference"), "{text}");
-    }
-
-    #[test]
-    fn what_is_forced_is_taken_or_refused_by_name() {
-        let none = situation(4, Order::Arrival, Err("device leaf0 is not connected".into()));
-        let forced = explain(&none, &sum(8), Algo::Tree);
-        assert_eq!(forced.chosen, None);
-        assert_eq!(forced.refusal(), Some(&RuledOut::NoTree("device leaf0 is not connected".into())));
-        assert_eq!(forced.fallback(), None);
-        let open = explain(&none, &sum(8), Algo::Auto);
-        assert!(open.chosen.is_some() && open.fallback().is_some(), "{open}");
-        let ring = explain(&situation(4, Order::Arrival, Ok(TREE)), &sum(8), Algo::Ring);
-        assert_eq!((ring.chosen, ring.fallback()), (Some(Path::Ring), None));
-        let barrier = explain(&situation(4, Order::Arrival, Ok(TREE)), &OpDesc::barrier(), Algo::Ring);
-        let collective = Collective::Barrier;
-        assert_eq!(barrier.refusal(), Some(&RuledOut::Collective { path: "ring", collective }));
-    }
-
-    /// Every collective has a schedule, so that it goes on without a tree.
-    #[test]
-    fn nothing_needs_a_tree() {
-        for &collective in Collective::ALL.iter().filter(|&&collective| collective != Collective::AllToAllV) {
-            let op = collective.reduces().then_some(ReduceOp::Sum);
-            let desc = OpDesc { collective, dtype: Some(Dtype::F32), op, root: Rank(1), count: 100 };
-            for order in [Order::Arrival, Order::TreeFold, Order::TreePairwise] {
-                let found = explain(&situation(5, order, Err("none".into())), &desc, Algo::Auto);
-                assert!(found.chosen.is_some(), "{desc} {order:?}: {found}");
-            }
-        }
-    }
-
-    #[test]
-    fn order_rules_schedules_out() {
-        let possible = |order, ranks, path, desc: OpDesc| cost(&situation(ranks, order, Ok(TREE)), &desc, path).is_ok();
-        let (ring, hd) = (Path::Ring, Path::HalvingDoubling);
-        assert!(!possible(Order::TreePairwise, 4, ring, sum(8)));
-        assert!(possible(Order::TreePairwise, 4, hd, sum(8)));
-        assert!(!possible(Order::TreeFold, 4, hd, sum(8)));
-        assert!(possible(Order::TreeFold, 6, Path::HostTree, sum(8)));
-        let max = OpDesc::all_reduce(Dtype::F32, ReduceOp::Max, 8);
-        assert!(possible(Order::TreeFold, 6, ring, max), "maxima don't depend on the order");
-        let wrapping = OpDesc::all_reduce(Dtype::U8, ReduceOp::Prod, 8);
-        assert!(possible(Order::TreeFold, 6, ring, wrapping), "nor does what wraps");
-        let why = cost(&situation(4, Order::TreeFold, Ok(TREE)), &sum(8), ring).expect_err("ruled out").to_string();
-        assert!(why.contains("ring") && why.contains("TreeFold"), "{why}");
-    }
-
-    #[test]
-    fn a_missing_capability_is_named() {
-        let tree = TreeFacts { dtypes: 0, ..TREE };
-        let found = explain(&situation(4, Order::Arrival, Ok(tree)), &sum(8), Algo::Tree);
-        assert_eq!(found.refusal(), Some(&RuledOut::Unsupported(sum(8))));
-    }
-
-    #[test]
-    fn overrides_come_before_costs_and_after_the_caller() {
-        let toml = "[[override]]\npath = \"ring\"\nmin_bytes = 32";
-        let table = CostTable::EMULATED.with_overrides(toml).expect("an override file");
-        let with = |order| Situation { table: table.clone(), ..situation(4, order, Ok(TREE)) };
-        let taken = |order, count, algo| explain(&with(order), &sum(count), algo).chosen;
-        assert_eq!(taken(Order::Arrival, 8, Algo::Auto), Some(Path::Ring));
-        assert_ne!(taken(Order::Arrival, 7, Algo::Auto), Some(Path::Ring));
-        assert_eq!(taken(Order::Arrival, 8, Algo::HalvingDoubling), Some(Path::HalvingDoubling));
-        assert_eq!(taken(Order::TreeFold, 8, Algo::Auto), Some(Path::Tree), "not possible in this order");
-        let broadcast = explain(&with(Order::Arrival), &OpDesc::broadcast(Dtype::F32, Rank(0), 8), Algo::Auto);
-        let told = broadcast.candidates.iter().find(|candidate| candidate.path == Path::Ring).expect("a reason");
-        assert!(matches!(told.cost_s, Err(RuledOut::Collective { .. })) && broadcast.chosen.is_some());
-    }
 }

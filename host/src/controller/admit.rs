@@ -298,7 +298,7 @@ impl Placement {
             dtypes: all.clone().fold(u32::MAX, |mask, device| mask & device.dtypes),
             ops: all.clone().fold(u32::MAX, |mask, device| mask & device.ops),
             collectives: all.fold(u32::MAX, |mask, device| mask & device.collectives),
-            by_reference: self.all_by_reference(),
+            ranks_by_reference: self.ranks_by_reference(),
         };
         TreeMembership {
             group: self.group,

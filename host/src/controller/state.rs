@@ -223,7 +223,7 @@ impl State {
                     group: placement.group,
                     levels: placement.levels,
                     devices: placement.nodes.iter().map(|node| node.device.name().to_owned()).collect(),
-                    by_reference: placement.ranks_by_reference() as u32,
+                    by_reference: placement.ranks_by_reference(),
                 })
             }),
         };

@@ -157,7 +157,7 @@ fn ranks_on_the_devices_machine_contribute_by_reference() {
     let ranks = join(&controller, "job", &[AUTO, SHM]);
     for tree in ranks.iter().map(tree) {
         assert_eq!((&tree.bus, tree.shared), (&bus(1 << 20), None));
-        assert_eq!((tree.window_max, tree.window_start, tree.facts.by_reference), (16, 16, true));
+        assert_eq!((tree.window_max, tree.window_start, tree.facts.ranks_by_reference), (16, 16, 2));
     }
     let group = device.group();
     assert_eq!((children(group.by_reference), group.shared, group.slots), (vec![0, 1], None, 32));
@@ -176,7 +176,7 @@ fn each_rank_attaches_as_it_can_and_likes() {
     assert_eq!(by_reference, [false, true, false, false]);
     for (rank, by_reference) in ranks.iter().zip(by_reference) {
         let tree = tree(rank);
-        assert_eq!((tree.shared.is_none(), tree.facts.by_reference), (by_reference, false));
+        assert_eq!((tree.shared.is_none(), tree.facts.ranks_by_reference), (by_reference, 1));
         // As much as the device's port holds of its four children, or all.
         assert_eq!((tree.window_max, tree.window_start), (256, if by_reference { 256 } else { 2 }));
     }
@@ -264,7 +264,9 @@ fn by_reference_is_decided_leaf_by_leaf() {
         let by_reference: Vec<bool> = ranks.iter().map(|rank| tree(rank).bus.is_some()).collect();
         assert_eq!(by_reference, [true, true, all, all]);
         for tree in ranks.iter().map(tree) {
-            assert_eq!((tree.facts.levels, tree.facts.by_reference, tree.window_max == 16), (2, all, all));
+            let by_reference = if all { 4 } else { 2 };
+            assert_eq!((tree.facts.levels, tree.facts.ranks_by_reference), (2, by_reference));
+            assert_eq!(tree.window_max == 16, all);
         }
     }
 }

@@ -193,6 +193,7 @@ impl Job<'_> {
                 world: world as u32,
                 host: host.clone(),
                 order: run.order.map(Into::into),
+                attach: run.attach,
                 deadline_ms: run.timeout_s.saturating_mul(1000),
                 work,
             };
@@ -303,7 +304,7 @@ mod tests {
         assert!(matches!(agreed, Ok(Combined { time_ns: 3, .. })));
         let Err(Failure::Run(error)) = agree(vec![result(7, 1), result(8, 1)], true) else { panic!("must fail") };
         assert!(error.to_string().contains("rank 1's 00000008"), "{error}");
-        assert!(agree(vec![result(7, 1), Report::Joined], true).is_err());
+        assert!(agree(vec![result(7, 1), Report::Joined { attached: None }], true).is_err());
         assert!(agree(vec![result(7, 1), result(8, 1)], false).is_ok(), "each rank its own part");
     }
 

@@ -1,8 +1,9 @@
 //! The options of `sumac perf`, in the manner of nccl-tests.
 
 use crate::job::Case;
-use crate::options::{self, Algo, OrderName};
+use crate::options::{self, Algo, Attach, OrderName};
 use crate::size::{SizeBytes, sweep};
+use crate::workload::MemoryKind;
 use anyhow::{bail, ensure};
 use clap::Args;
 use std::path::PathBuf;
@@ -60,6 +61,13 @@ pub(crate) struct PerfArgs {
     /// In which order contributions combine [default: the library's]
     #[arg(long, value_name = "NAME")]
     pub(super) order: Option<OrderName>,
+    /// How ranks reach their leaf device: `shm` by shared memory, which the device's DMA engine reads and writes, or the
+    /// run fails; `udp` by packets that carry the data; `auto` by shared memory where that is possible
+    #[arg(long, value_name = "WAY", default_value = "auto", value_parser = options::attach_parser())]
+    pub(super) attach: Attach,
+    /// Which memory the ranks' buffers are in
+    #[arg(long, value_name = "KIND", default_value = "registered")]
+    pub(super) memory: MemoryKind,
     /// Levels of the tree: one device, or two of which one is the root
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2),
           conflicts_with = "topology")]
@@ -171,6 +179,17 @@ mod tests {
         let cases = cases.expect("rows");
         assert_eq!(cases.len(), 3 * 2 * 2 + 1);
         assert_eq!(cases.iter().find(|case| case.dtype == Dtype::F64).map(|case| case.count), Some(0));
+    }
+
+    #[test]
+    fn ranks_attach_as_they_are_told() {
+        let defaults = parse("");
+        assert_eq!((defaults.attach, defaults.memory), (Attach::Auto, MemoryKind::Registered));
+        let told = parse("--attach shm --memory plain");
+        assert_eq!((told.attach, told.memory), (Attach::Shm, MemoryKind::Plain));
+        assert_eq!(parse("--attach udp").attach, Attach::Udp);
+        let error = Command::try_parse_from(["perf", "--attach", "rdma"]).map(|_| ()).expect_err("no such way");
+        assert!(error.to_string().contains("auto, udp, shm"), "{error}");
     }
 
     #[test]

@@ -17,8 +17,8 @@ pub(crate) struct Explained {
     overridden: Option<String>,
     /// The way that is taken; `None` if what was asked for is not possible.
     chosen: Option<String>,
-    /// Whether there is a tree to which all ranks contribute by reference.
-    by_reference: bool,
+    /// How the ranks reach the tree, if there is one: `shm`, `udp` or `mixed`.
+    attach: Option<String>,
     /// Every way there is.
     candidates: Vec<Candidate>,
 }
@@ -46,7 +46,7 @@ impl Explained {
             requested: explanation.requested.name().into(),
             overridden: explanation.overridden.map(|path| path.name().into()),
             chosen: explanation.chosen.map(|path| path.name().into()),
-            by_reference: explanation.by_reference,
+            attach: explanation.attached.map(|attached| attached.name().into()),
             candidates: candidates.collect(),
         }
     }
@@ -66,7 +66,11 @@ impl Explained {
             let mark = if self.chosen.as_ref() == Some(path) { '*' } else { ' ' };
             match (cost_us, ruled_out) {
                 (Some(cost_us), _) => {
-                    let how = if path == Path::Tree.name() && self.by_reference { "  by reference" } else { "" };
+                    let how = match self.attach.as_deref() {
+                        Some("shm") if path == Path::Tree.name() => "  by reference",
+                        Some("mixed") if path == Path::Tree.name() => "  some ranks by reference",
+                        _ => "",
+                    };
                     writeln!(out, "  {mark} {path:<14} {cost_us:>12.1} us{how}")?;
                 }
                 (None, why) => writeln!(out, "  {mark} {path:<14} ruled out: {}", why.as_deref().unwrap_or(""))?,
@@ -95,7 +99,7 @@ mod tests {
             ],
             chosen: Some(Path::Ring),
             overridden: Some(Path::Tree),
-            by_reference: false,
+            attached: None,
         };
         let explained = Explained::new(&case, &explanation);
         let mut text = Vec::new();
@@ -118,7 +122,7 @@ mod tests {
             requested: "auto".into(),
             overridden: None,
             chosen: None,
-            by_reference: true,
+            attach: Some("shm".into()),
             candidates: vec![way(Path::Tree), way(Path::Dissemination)],
         };
         let mut text = Vec::new();

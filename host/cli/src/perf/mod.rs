@@ -22,6 +22,7 @@ use std::collections::{HashSet, VecDeque};
 use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::time::Duration;
+use sumac::choice::Attached;
 use table::Row;
 
 /// How long the ranks may take to join and to leave.
@@ -67,19 +68,14 @@ fn measure(
     bar.set_message("waiting for the ranks to join");
     let ranks = start_ranks(&mut supervisor, args, cases, &config, controller)?;
     let mut reports = Reports::new(ranks.clone());
-    let joined = Limit::new(JOIN_LIMIT);
-    for report in reports.next_of_each(&mut supervisor, joined, "join")? {
-        if report != Report::Joined {
-            return Err(Failure::Run(anyhow!("a rank reported {report:?} before it had joined")));
-        }
-    }
+    let attached = joined(&mut reports, &mut supervisor)?;
     if args.explain {
         explained(args, cases, &mut reports, &mut supervisor, bar)?;
         supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?;
         return Ok(0);
     }
     if !args.json {
-        write_preamble(&mut io::stdout(), args, layout, round_trip_ns)?;
+        write_preamble(&mut io::stdout(), args, layout, round_trip_ns, attached)?;
     }
     let (mut wrong, mut rows, mut told) = (0, 0, HashSet::new());
     for case in cases {
@@ -95,7 +91,7 @@ fn measure(
                 continue;
             }
         };
-        let row = Row::new(case, &ranks);
+        let row = Row::new(case, &ranks, attached);
         (wrong, rows) = (wrong + row.wrong, rows + 1);
         bar.suspend(|| write_row(args, &row))?;
         let fallback = ranks.iter().find_map(|rank| rank.fallback.clone());
@@ -112,6 +108,18 @@ fn measure(
         bar.suspend(|| write_summary(&mut io::stdout(), rows, wrong))?;
     }
     Ok(wrong)
+}
+
+/// Wait until all ranks have joined, and return how they reach the tree, if there is one.
+fn joined(reports: &mut Reports, supervisor: &mut Supervisor) -> Result<Option<Attached>, Failure> {
+    let mut common = None;
+    for report in reports.next_of_each(supervisor, Limit::new(JOIN_LIMIT), "join")? {
+        let Report::Joined { attached } = report else {
+            return Err(Failure::Run(anyhow!("a rank reported {report:?} before it had joined")));
+        };
+        common = attached;
+    }
+    Ok(common)
 }
 
 /// Print what the ranks say of each case, which all say alike.
@@ -147,7 +155,7 @@ fn start_ranks(
     let cases = cases.to_vec();
     let work = match args.explain {
         true => Work::Explain { cases },
-        false => Work::Perf { cases, warmup: args.warmup, iterations: args.iterations },
+        false => Work::Perf { cases, warmup: args.warmup, iterations: args.iterations, memory: args.memory },
     };
     (0_u32..)
         .zip(config.layout.hosts.iter().zip(&config.layout.leaves))
@@ -159,6 +167,7 @@ fn start_ranks(
                 world: args.ranks,
                 host: host.clone(),
                 order: args.order.map(Into::into),
+                attach: args.attach,
                 deadline_ms: args.timeout_s.saturating_mul(1000),
                 work: work.clone(),
             };
@@ -261,6 +270,7 @@ fn write_preamble(
     args: &PerfArgs,
     layout: &Layout,
     round_trip_ns: Option<f64>,
+    attached: Option<Attached>,
 ) -> io::Result<()> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let devices = layout.devices.len();
@@ -273,6 +283,15 @@ fn write_preamble(
     let turns = if cores < processes { " taking turns" } else { "" };
     let round_trip = round_trip_ns.map_or_else(|| "not measured".into(), |ns| format!("{ns:.0} ns"));
     writeln!(out, "# cores {cores} for {processes} processes{turns}  cache line there and back {round_trip}")?;
+    match attached {
+        None => writeln!(out, "# attach none, there is no tree")?,
+        // Packets are filled from any memory alike.
+        Some(Attached::ByPackets) => writeln!(out, "# attach udp, by packets")?,
+        Some(attached) => {
+            let (name, memory) = (attached.name(), args.memory.name());
+            writeln!(out, "# attach {name}, {attached}  buffers in {memory} memory")?;
+        }
+    }
     table::write_head(out)
 }
 

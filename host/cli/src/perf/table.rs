@@ -4,6 +4,7 @@ use super::stats_of;
 use crate::job::{Case, Measured};
 use serde::Serialize;
 use std::io::{self, Write};
+use sumac::choice::Attached;
 use sumac_hal::op::{Dtype, Path, ReduceOp};
 
 /// A row. Its fields are the keys of the JSON form, in this order.
@@ -25,7 +26,8 @@ pub(crate) struct Row {
     pub(crate) algo: &'static str,
     /// The way taken; `mixed` if the ranks do not agree, which no correct run shows.
     pub(crate) path: &'static str,
-    /// How ranks reach what combines: `inline` packets to a device, or `host` to host.
+    /// How ranks reach what combines: their leaf device by `shm` or `udp`, `mixed` if some do this and some that; `host`
+    /// if they combine among themselves.
     pub(crate) attach: &'static str,
     /// Median over the iterations of the slowest rank's time.
     pub(crate) time_us: f64,
@@ -48,8 +50,8 @@ pub(crate) struct Row {
 }
 
 impl Row {
-    /// Sum up what the ranks measured of a case.
-    pub(crate) fn new(case: &Case, ranks: &[Measured]) -> Self {
+    /// Sum up what the ranks, which reach their tree like this, measured of a case.
+    pub(crate) fn new(case: &Case, ranks: &[Measured], attached: Option<Attached>) -> Self {
         let figures = stats_of(case, ranks);
         let desc = case.desc();
         let path = common_path(ranks);
@@ -62,7 +64,7 @@ impl Row {
             count: case.count,
             algo: case.algo.name(),
             path: path.map_or("mixed", Path::name),
-            attach: if path == Some(Path::Tree) { "inline" } else { "host" },
+            attach: attached.filter(|_| path == Some(Path::Tree)).map_or("host", Attached::name),
             time_us: thousandths(figures.median_ns / 1e3),
             p99_us: thousandths(figures.p99_ns as f64 / 1e3),
             algbw_gbytes_s: figures.algbw,
@@ -161,12 +163,12 @@ mod tests {
         ranks[2].times_ns[1] = 1_048_576;
         ranks[1].wire_bytes = 6000;
         ranks[3].wrong = 2;
-        let row = Row::new(&case(Collective::AllReduce), &ranks);
+        let row = Row::new(&case(Collective::AllReduce), &ranks, Some(Attached::ByReference));
         let json = serde_json::to_string(&row).expect("plain data");
         assert_eq!(
             json,
             "{\"collective\":\"all_reduce\",\"dtype\":\"f32\",\"op\":\"sum\",\"ranks\":4,\"size_bytes\":1048576,\
-             \"count\":262144,\"algo\":\"tree\",\"path\":\"tree\",\"attach\":\"inline\",\"time_us\":262.144,\"p99_us\":1048.576,\
+             \"count\":262144,\"algo\":\"tree\",\"path\":\"tree\",\"attach\":\"shm\",\"time_us\":262.144,\"p99_us\":1048.576,\
              \"algbw_gbytes_s\":4.0,\"busbw_gbytes_s\":6.0,\"wrong\":2,\"wire_bytes\":2000,\"cpu_us\":3.0,\
              \"retransmits\":4,\"repaired\":false}"
         );
@@ -177,7 +179,7 @@ mod tests {
         let mut text = Vec::new();
         write_head(&mut text).expect("memory");
         let ranks = vec![measured(&[1_234_567], Path::HalvingDoubling); 2];
-        write_row(&mut text, &Row::new(&case(Collective::AllReduce), &ranks)).expect("memory");
+        write_row(&mut text, &Row::new(&case(Collective::AllReduce), &ranks, None)).expect("memory");
         let text = String::from_utf8(text).expect("ASCII");
         let golden = "\
 #        size         count     type   redop   algo   path        time         p99    algbw    busbw  #wrong
@@ -190,8 +192,12 @@ mod tests {
     #[test]
     fn ranks_that_disagree_on_the_path_show() {
         let ranks = [measured(&[1], Path::Tree), measured(&[1], Path::Ring)];
-        assert_eq!(Row::new(&case(Collective::AllReduce), &ranks).path, "mixed");
-        let row = Row::new(&Case { count: 0, ..case(Collective::Barrier) }, &ranks[..1]);
+        let by_packets = Some(Attached::ByPackets);
+        assert_eq!(Row::new(&case(Collective::AllReduce), &ranks, by_packets).path, "mixed");
+        let row = Row::new(&Case { count: 0, ..case(Collective::Barrier) }, &ranks[..1], by_packets);
         assert_eq!((row.dtype, row.op, row.size_bytes, row.busbw_gbytes_s), (None, None, 0, 0.0));
+        assert_eq!(row.attach, "udp");
+        let ring = Row::new(&case(Collective::AllReduce), &ranks[1..], by_packets);
+        assert_eq!((ring.path, ring.attach), ("ring", "host"));
     }
 }

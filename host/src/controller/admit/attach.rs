@@ -92,12 +92,12 @@ impl Placement {
     }
 
     /// Return how many ranks contribute by reference.
-    pub(in crate::controller) fn ranks_by_reference(&self) -> usize {
-        self.nodes.iter().map(|node| node.by_reference.iter().count()).sum()
+    pub(in crate::controller) fn ranks_by_reference(&self) -> u32 {
+        self.nodes.iter().map(|node| node.by_reference.iter().count() as u32).sum()
     }
 
     pub(super) fn all_by_reference(&self) -> bool {
-        self.ranks_by_reference() == self.ranks.len()
+        self.ranks_by_reference() == self.ranks.len() as u32
     }
 }
 

@@ -1,0 +1,158 @@
+//! Costs, reasons, and what is chosen.
+
+use super::*;
+use sumac_hal::ids::Rank;
+use sumac_hal::op::Dtype;
+
+const TREE: TreeFacts = TreeFacts {
+    levels: 2,
+    max_children: 2,
+    dtypes: u32::MAX,
+    ops: u32::MAX,
+    collectives: u32::MAX,
+    ranks_by_reference: 0,
+};
+
+fn situation(ranks: u32, order: Order, tree: Result<TreeFacts, String>) -> Situation {
+    let declared = Declared::flat(ranks, order);
+    Situation { ranks, order, tree, table: CostTable::EMULATED, declared }
+}
+
+fn sum(count: u64) -> OpDesc {
+    OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, count)
+}
+
+fn cost(situation: &Situation, desc: &OpDesc, path: Path) -> Result<f64, RuledOut> {
+    let explanation = explain(situation, desc, Algo::Auto);
+    let mut candidates = explanation.candidates.into_iter();
+    candidates.find(|candidate| candidate.path == path).expect("a candidate").cost_s
+}
+
+/// Constants whose parts of a sum can be told apart.
+const ROUND: CostTable = CostTable {
+    version: 1,
+    alpha_tree_s: 1.0,
+    alpha_step_s: 1.0,
+    beta_tree_s: 100.0,
+    beta_step_s: 1.0,
+    beta_node_s: 1.0,
+    gamma_s: 0.0,
+    alpha_reference_s: 0.25,
+    beta_reference_s: 0.5,
+    overrides: Vec::new(),
+};
+
+#[test]
+fn costs_follow_the_formulas() {
+    let at = |ranks, desc: OpDesc, path| {
+        cost(&Situation { table: ROUND, ..situation(ranks, Order::Arrival, Ok(TREE)) }, &desc, path)
+    };
+    // 240 bytes.
+    assert_eq!(at(4, sum(60), Path::Tree), Ok(4.0 + 240.0 * (200.0 + 4.0)));
+    assert_eq!(at(4, OpDesc::broadcast(Dtype::F32, Rank(0), 60), Path::Tree), Ok(4.0 + 240.0 * (100.0 + 3.0)));
+    assert_eq!(at(4, OpDesc::all_gather(Dtype::F32, 60), Path::Tree), Ok(4.0 + 240.0 * (125.0 + 3.0)));
+    assert_eq!(at(4, OpDesc::barrier(), Path::Tree), Ok(4.0));
+    assert_eq!(at(4, sum(60), Path::Ring), Ok(6.0 + 360.0));
+    assert_eq!(at(4, sum(60), Path::HalvingDoubling), Ok(4.0 + 360.0));
+    assert_eq!(at(6, sum(60), Path::HalvingDoubling), Ok(6.0 + 360.0 + 480.0));
+    assert_eq!(at(4, OpDesc::barrier(), Path::Dissemination), Ok(2.0));
+}
+
+#[test]
+fn by_reference_the_engine_moves_what_packets_would_below_the_leaves() {
+    let at = |levels, desc: OpDesc| {
+        let tree = TreeFacts { levels, ranks_by_reference: 4, ..TREE };
+        cost(&Situation { table: ROUND, ..situation(4, Order::Arrival, Ok(tree)) }, &desc, Path::Tree)
+    };
+    // 240 bytes, 2 children.
+    assert_eq!(at(1, sum(60)), Ok(0.5 + 240.0 * 4.0 * 0.5));
+    assert_eq!(at(2, sum(60)), Ok(0.5 + 240.0 * 4.0 * 0.5 + 2.0 + 240.0 * (200.0 + 4.0)));
+    assert_eq!(at(1, OpDesc::broadcast(Dtype::F32, Rank(0), 60)), Ok(0.5 + 240.0 * 3.0 * 0.5));
+    assert_eq!(at(1, OpDesc::barrier()), Ok(0.5));
+    assert_eq!(at(3, OpDesc::barrier()), Ok(4.5));
+}
+
+#[test]
+fn an_explanation_says_how_ranks_reach_the_tree() {
+    let told = |ranks_by_reference| {
+        let tree = TreeFacts { ranks_by_reference, ..TREE };
+        explain(&situation(4, Order::Arrival, Ok(tree)), &sum(8), Algo::Tree)
+    };
+    let ways =
+        [(0, "udp", "us  by packets"), (3, "mixed", "us  3 of 4 ranks by reference"), (4, "shm", "us  by reference")];
+    for (ranks, name, words) in ways {
+        let text = told(ranks).to_string();
+        assert_eq!(text.lines().filter(|line| line.contains("* tree") && line.ends_with(words)).count(), 1, "{text}");
+        assert_eq!((text.matches("by ").count(), told(ranks).attached.map(Attached::name)), (1, Some(name)), "{text}");
+    }
+    let cost = |ranks| told(ranks).candidates[0].cost_s.clone();
+    assert!(cost(0) == cost(3) && cost(3) != cost(4), "a mixed tree is as slow as its packets");
+    assert_eq!(explain(&situation(4, Order::Arrival, Err("none".into())), &sum(8), Algo::Ring).attached, None);
+}
+
+#[test]
+fn what_is_forced_is_taken_or_refused_by_name() {
+    let none = situation(4, Order::Arrival, Err("device leaf0 is not connected".into()));
+    let forced = explain(&none, &sum(8), Algo::Tree);
+    assert_eq!(forced.chosen, None);
+    assert_eq!(forced.refusal(), Some(&RuledOut::NoTree("device leaf0 is not connected".into())));
+    assert_eq!(forced.fallback(), None);
+    let open = explain(&none, &sum(8), Algo::Auto);
+    assert!(open.chosen.is_some() && open.fallback().is_some(), "{open}");
+    let ring = explain(&situation(4, Order::Arrival, Ok(TREE)), &sum(8), Algo::Ring);
+    assert_eq!((ring.chosen, ring.fallback()), (Some(Path::Ring), None));
+    let barrier = explain(&situation(4, Order::Arrival, Ok(TREE)), &OpDesc::barrier(), Algo::Ring);
+    let collective = Collective::Barrier;
+    assert_eq!(barrier.refusal(), Some(&RuledOut::Collective { path: "ring", collective }));
+}
+
+/// Every collective has a schedule, so that it goes on without a tree.
+#[test]
+fn nothing_needs_a_tree() {
+    for &collective in Collective::ALL.iter().filter(|&&collective| collective != Collective::AllToAllV) {
+        let op = collective.reduces().then_some(ReduceOp::Sum);
+        let desc = OpDesc { collective, dtype: Some(Dtype::F32), op, root: Rank(1), count: 100 };
+        for order in [Order::Arrival, Order::TreeFold, Order::TreePairwise] {
+            let found = explain(&situation(5, order, Err("none".into())), &desc, Algo::Auto);
+            assert!(found.chosen.is_some(), "{desc} {order:?}: {found}");
+        }
+    }
+}
+
+#[test]
+fn order_rules_schedules_out() {
+    let possible = |order, ranks, path, desc: OpDesc| cost(&situation(ranks, order, Ok(TREE)), &desc, path).is_ok();
+    let (ring, hd) = (Path::Ring, Path::HalvingDoubling);
+    assert!(!possible(Order::TreePairwise, 4, ring, sum(8)));
+    assert!(possible(Order::TreePairwise, 4, hd, sum(8)));
+    assert!(!possible(Order::TreeFold, 4, hd, sum(8)));
+    assert!(possible(Order::TreeFold, 6, Path::HostTree, sum(8)));
+    let max = OpDesc::all_reduce(Dtype::F32, ReduceOp::Max, 8);
+    assert!(possible(Order::TreeFold, 6, ring, max), "maxima don't depend on the order");
+    let wrapping = OpDesc::all_reduce(Dtype::U8, ReduceOp::Prod, 8);
+    assert!(possible(Order::TreeFold, 6, ring, wrapping), "nor does what wraps");
+    let why = cost(&situation(4, Order::TreeFold, Ok(TREE)), &sum(8), ring).expect_err("ruled out").to_string();
+    assert!(why.contains("ring") && why.contains("TreeFold"), "{why}");
+}
+
+#[test]
+fn a_missing_capability_is_named() {
+    let tree = TreeFacts { dtypes: 0, ..TREE };
+    let found = explain(&situation(4, Order::Arrival, Ok(tree)), &sum(8), Algo::Tree);
+    assert_eq!(found.refusal(), Some(&RuledOut::Unsupported(sum(8))));
+}
+
+#[test]
+fn overrides_come_before_costs_and_after_the_caller() {
+    let toml = "[[override]]\npath = \"ring\"\nmin_bytes = 32";
+    let table = CostTable::EMULATED.with_overrides(toml).expect("an override file");
+    let with = |order| Situation { table: table.clone(), ..situation(4, order, Ok(TREE)) };
+    let taken = |order, count, algo| explain(&with(order), &sum(count), algo).chosen;
+    assert_eq!(taken(Order::Arrival, 8, Algo::Auto), Some(Path::Ring));
+    assert_ne!(taken(Order::Arrival, 7, Algo::Auto), Some(Path::Ring));
+    assert_eq!(taken(Order::Arrival, 8, Algo::HalvingDoubling), Some(Path::HalvingDoubling));
+    assert_eq!(taken(Order::TreeFold, 8, Algo::Auto), Some(Path::Tree), "not possible in this order");
+    let broadcast = explain(&with(Order::Arrival), &OpDesc::broadcast(Dtype::F32, Rank(0), 8), Algo::Auto);
+    let told = broadcast.candidates.iter().find(|candidate| candidate.path == Path::Ring).expect("a reason");
+    assert!(matches!(told.cost_s, Err(RuledOut::Collective { .. })) && broadcast.chosen.is_some());
+}
