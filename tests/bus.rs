@@ -143,7 +143,7 @@ impl Attached {
             count,
             elements,
             // As if nothing had come: the device knows better.
-            lag: self.next as u16,
+            lag: self.next.min(u16::MAX.into()) as u16,
             collective: Collective::AllReduce,
             dtype: Some(Dtype::F32),
             op: Some(ReduceOp::Sum),
@@ -175,6 +175,8 @@ impl Attached {
             self.contribute(&entry);
             done += part;
         }
+        // Every chunk so far had its answer: woken when these have theirs, too.
+        self.data.queue.host_wants().set(self.next as u32);
         let mut answered = first;
         while answered < self.next {
             match self.data.completion() {

@@ -76,19 +76,28 @@ struct Ends {
     completions: Producer<FunctionRing<COMPLETION_WORDS>, COMPLETION_WORDS>,
     /// What is to be published.
     pending: VecDeque<CompletionEntry>,
+    /// Chunks answered, modulo 2^32.
+    answered: u32,
 }
 
 impl Ends {
     fn publish(&mut self) -> Result<bool, Poisoned> {
-        let mut told = false;
+        let (mut told, mut urgent) = (false, false);
         while let Some(entry) = self.pending.front() {
             if !self.completions.push(&entry.emit())? {
                 break;
             }
+            let landed =
+                matches!(entry, CompletionEntry::Answer { status: EntryStatus::Result | EntryStatus::Done, .. });
+            if let CompletionEntry::Answer { count, .. } = entry {
+                self.answered = self.answered.wrapping_add(u32::from(*count));
+            }
+            urgent |= !landed;
             self.pending.pop_front();
             told = true;
         }
-        if told {
+        // Who waits for a whole operation is not woken for each of its chunks.
+        if told && (urgent || self.queue.host_wants().is_reached(self.answered)) {
             ring(self.queue.host_bell());
         }
         Ok(told)
@@ -167,7 +176,7 @@ impl Attached {
             let queue = function.queue(index).expect("as many as asked for");
             let submissions = Consumer::new(queue.submissions.clone());
             let completions = Producer::new(queue.completions.clone());
-            Ok(Ends { queue, bell: Bell::create()?, submissions, completions, pending: VecDeque::new() })
+            Ok(Ends { queue, bell: Bell::create()?, submissions, completions, pending: VecDeque::new(), answered: 0 })
         };
         let ends = [ends(0)?, ends(1)?];
         Ok((function, ends))

@@ -5,7 +5,7 @@
 use super::entry::{COMPLETION_WORDS, SUBMISSION_WORDS};
 use crate::dma::{Capabilities, DtypeSet, OpSet, Profile};
 use crate::ids::BootId;
-use crate::ring::{Doorbell, Indices, Line, RingError, SharedRing};
+use crate::ring::{Doorbell, Indices, Line, RingError, SharedRing, Wanted};
 use bitflags::bitflags;
 use core::marker::PhantomData;
 use core::mem::offset_of;
@@ -104,6 +104,7 @@ struct QueueHead {
     completions: Indices,
     device_bell: Line,
     host_bell: Line,
+    host_wants: Line,
 }
 
 const _: () = {
@@ -127,6 +128,7 @@ const _: () = {
     assert!(offset_of!(QueueHead, completions) == 0x100);
     assert!(offset_of!(QueueHead, device_bell) == 0x200);
     assert!(offset_of!(QueueHead, host_bell) == 0x280);
+    assert!(offset_of!(QueueHead, host_wants) == 0x300);
     assert!(size_of::<QueueHead>() <= ENTRIES_OFFSET);
     assert!(ENTRIES_OFFSET.is_multiple_of(align_of::<QueueHead>()));
 };
@@ -255,6 +257,8 @@ pub struct Queue<'a> {
     pub device_bell: Doorbell<&'a AtomicU32>,
     /// What wakes the host.
     pub host_bell: Doorbell<&'a AtomicU32>,
+    /// What the host waits for.
+    pub host_wants: Wanted<&'a AtomicU32>,
 }
 
 impl<'a> Bar<'a> {
@@ -385,6 +389,7 @@ impl<'a> Bar<'a> {
                 completions: SharedRing::new(&head.completions, completions)?,
                 device_bell: Doorbell::new(&head.device_bell.word),
                 host_bell: Doorbell::new(&head.host_bell.word),
+                host_wants: Wanted::new(&head.host_wants.word),
             })
         };
         queue().ok()

@@ -33,8 +33,13 @@
 //! | 0x100 | 0x100 | indices of the completion ring | both |
 //! | 0x200 | 4 | the device's doorbell, [`Doorbell`](crate::ring::Doorbell) | both |
 //! | 0x280 | 4 | the host's doorbell | both |
+//! | 0x300 | 4 | what the host waits for: chunks ever answered on this queue, modulo 2^32 | host |
 //! | 0x400 | depth x 64 | submission entries, [`SubmissionEntry`] | host |
 //! | behind | depth x 64 | completion entries, [`CompletionEntry`], 32 bytes each: twice as many places | device |
+//!
+//! A host that sleeps until a whole operation is done says so by the word at 0x300: the device rings its doorbell when
+//! that many chunks have been answered, and not for each (as virtio's `used_event` does), or when one of them has
+//! failed. Answers to admin commands always ring.
 //!
 //! What is not named is 0 and reserved. Registers are accessed by `volatile`; that orders nothing, so a fence stands
 //! before the device says [`DeviceStatus::READY`] and after the host has seen it. Ring indices and doorbells are

@@ -111,3 +111,33 @@ impl<W: Word> Doorbell<W> {
         self.word.load() == Self::ASLEEP && self.word.swap(Self::AWAKE) == Self::ASLEEP
     }
 }
+
+/// How far a count has to come before a sleeper wants to be woken: who waits for a whole operation is not woken for each
+/// of its chunks.
+///
+/// The sleeper sets it before it announces its sleep. Whoever has brought the count on looks at it, and rings the
+/// [`Doorbell`] if it is reached. Either that look sees the new word, or the sleeper's second look sees the news: it is
+/// the doorbell's own pattern, with the same fences.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Wanted<W> {
+    word: W,
+}
+
+impl<W: Word> Wanted<W> {
+    /// Make one of a word; what it holds counts as wanted.
+    pub const fn new(word: W) -> Self {
+        Self { word }
+    }
+
+    /// Say, before [`Doorbell::announce`], that the sleeper waits until the count is `wanted`, modulo 2^32.
+    pub fn set(&self, wanted: u32) {
+        self.word.store(wanted);
+    }
+
+    /// Tell, after the news was published, whether the sleeper has waited for no more than `count`.
+    pub fn is_reached(&self, count: u32) -> bool {
+        self.word.fence();
+        // The two are less than 2^31 apart.
+        count.wrapping_sub(self.word.load()) as i32 >= 0
+    }
+}

@@ -29,7 +29,7 @@ mod shared;
 mod tests;
 
 pub use consumer::Consumer;
-pub use doorbell::{Doorbell, Word};
+pub use doorbell::{Doorbell, Wanted, Word};
 #[cfg(feature = "std")]
 pub use owned::OwnedRing;
 pub use patience::{Patience, Pause};

@@ -4,7 +4,7 @@ use super::mapping::{BarMemory, MemoryError};
 use crate::mmio::{
     Bar, BarError, COMPLETION_WORDS, FunctionConfig, Identity, ProbeError, SUBMISSION_WORDS, bar_len_bytes,
 };
-use crate::ring::{Doorbell, Memory, SharedRing};
+use crate::ring::{Doorbell, Memory, SharedRing, Wanted};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
@@ -32,6 +32,7 @@ pub struct FunctionQueue {
     pub completions: FunctionRing<COMPLETION_WORDS>,
     device_bell: Doorbell<&'static AtomicU32>,
     host_bell: Doorbell<&'static AtomicU32>,
+    host_wants: Wanted<&'static AtomicU32>,
     _memory: Arc<BarMemory>,
 }
 
@@ -93,6 +94,7 @@ impl Function {
             completions: FunctionRing { ring: queue.completions, _memory: memory() },
             device_bell: queue.device_bell,
             host_bell: queue.host_bell,
+            host_wants: queue.host_wants,
             _memory: memory(),
         })
     }
@@ -116,6 +118,11 @@ impl FunctionQueue {
     /// Return what wakes the host.
     pub fn host_bell(&self) -> Doorbell<&AtomicU32> {
         self.host_bell
+    }
+
+    /// Return what the host waits for.
+    pub fn host_wants(&self) -> Wanted<&AtomicU32> {
+        self.host_wants
     }
 }
 

@@ -4,7 +4,7 @@
 //! condition variable that do what `futex(2)` does. Each test has a twin that takes one rule away and must fail, so
 //! that a search which finds nothing means something.
 
-use super::super::{Consumer, Doorbell, Memory, Producer, Word};
+use super::super::{Consumer, Doorbell, Memory, Producer, Wanted, Word};
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU32, Ordering, fence};
 use loom::sync::{Arc, Condvar, Mutex};
@@ -210,4 +210,58 @@ fn without_fences_wake_ups_are_lost() {
 #[should_panic(expected = "deadlock")]
 fn without_the_second_look_wake_ups_are_lost() {
     wake_up(1, true, false);
+}
+
+/// The ringer counts to two and rings when what is wanted is reached; the sleeper wants two, and what was wanted before
+/// is far ahead. A lost wake-up is a deadlock.
+fn wake_up_at(fenced: bool) {
+    loom::model(move || {
+        let futex = std::sync::Arc::new(Futex {
+            word: AtomicU32::new(Doorbell::<&Futex>::AWAKE),
+            fenced,
+            kernel: Mutex::new(()),
+            sleepers: Condvar::new(),
+        });
+        let wanted = std::sync::Arc::new(Futex {
+            word: AtomicU32::new(9),
+            fenced,
+            kernel: Mutex::new(()),
+            sleepers: Condvar::new(),
+        });
+        let count: std::sync::Arc<AtomicU32> = std::sync::Arc::new(AtomicU32::new(0));
+        let ringer = {
+            let (futex, wanted, count) = (futex.clone(), wanted.clone(), count.clone());
+            thread::spawn(move || {
+                for now in 1..=2 {
+                    count.store(now, Ordering::Release);
+                    if Wanted::new(&*wanted).is_reached(now) && Doorbell::new(&*futex).ring() {
+                        futex.wake();
+                    }
+                }
+            })
+        };
+        let bell = Doorbell::new(&*futex);
+        while count.load(Ordering::Acquire) < 2 {
+            Wanted::new(&*wanted).set(2);
+            bell.announce();
+            if count.load(Ordering::Acquire) >= 2 {
+                bell.awake();
+                break;
+            }
+            futex.wait();
+            bell.awake();
+        }
+        ringer.join().expect("no panic");
+    });
+}
+
+#[test]
+fn who_waits_for_a_count_is_woken_when_it_is_reached() {
+    wake_up_at(true);
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn without_fences_a_count_is_missed() {
+    wake_up_at(false);
 }
