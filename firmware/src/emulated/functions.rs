@@ -120,11 +120,15 @@ impl Functions {
                 waker.wake();
             }
         });
+        // Where the engine would leave no core for the shard, that is one of its threads.
+        let helps = thread::available_parallelism().map_or(1, usize::from) <= config.threads;
+        let threads = config.threads - usize::from(helps);
         let dma = DmaConfig {
+            helps,
             regions: REGIONS + 1,
             inline_len_bytes: INLINE_LEN_BYTES,
             strictness: if config.strict { Strictness::Strict } else { Strictness::Hardware },
-            ..DmaConfig::new(config.profile, config.threads)
+            ..DmaConfig::new(config.profile, threads)
         };
         let mut engine = EmuEngine::start_notifying(dma, Some(notify))?;
         let redo = Arc::new(Region::create(config.redo_memory_bytes, Pages::Normal)?);
@@ -137,7 +141,7 @@ impl Functions {
             bells: Bells::new()?,
             doorbell,
             // The shard, its engine, and a rank.
-            patience: Patience::for_this_machine(config.threads + 2),
+            patience: Patience::for_this_machine(threads + 2),
             boot_id,
             arrivals,
             links: Vec::new(),
@@ -311,6 +315,11 @@ impl Functions {
             }
         }
         busy
+    }
+
+    /// Do a chain of the shard's share, if there is one, between two looks at everything else.
+    pub(super) fn work(&mut self) -> bool {
+        self.engine.work()
     }
 
     fn has_news(&mut self) -> bool {

@@ -193,8 +193,11 @@ impl Worker {
                 self.log(event);
                 self.leave_gone(&node);
             }
+            if self.functions.as_mut().is_some_and(Functions::work) || busy {
+                continue;
+            }
             let wait = next.map(|at| at - now());
-            if !busy && wait.is_none_or(|wait| !wait.is_zero()) {
+            if wait.is_none_or(|wait| !wait.is_zero()) {
                 match &mut self.functions {
                     Some(functions) if !functions.is_empty() => functions.sleep(&mut self.port, wait),
                     _ => {

@@ -12,27 +12,29 @@
 //! Invariants: a chain that was taken completes once; nothing is allocated and no lock taken between submission and
 //! completion, except to wake who sleeps.
 
+mod config;
 mod heap;
 mod kernels;
 mod map;
+mod own;
 mod run;
 mod strict;
 #[cfg(test)]
 mod tests;
 mod worker;
 
+pub use config::{DmaConfig, DmaStats, Notify, StartError, Strictness};
 pub use heap::HeapMemory;
 pub use map::MapError;
 
 use crate::dma::{
-    Address, Capabilities, Chain, Completion, DESCRIPTOR_WORDS, Descriptor, DmaMemory, Engine, LocalMemory, Profile,
-    RegionKey, Scope, Span, Status, Step, SubmitError, WaitEngine,
+    Address, Capabilities, Chain, Completion, DESCRIPTOR_WORDS, Descriptor, DmaMemory, Engine, LocalMemory, RegionKey,
+    Scope, Span, Status, Step, SubmitError, WaitEngine,
 };
 use crate::ring::{Consumer, OwnedRing, Patience, Producer};
 use map::Map;
-use run::Runner;
+use own::Own;
 use std::collections::VecDeque;
-use std::io;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
@@ -43,102 +45,6 @@ use worker::{COMPLETION_WORDS, Farewell, Shared, Sleeper, Worker};
 
 /// How many chains more than others the queue of a slot may have before others take its chains.
 const AFFINITY_CHAINS: usize = 2;
-
-/// How much the engine minds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum Strictness {
-    /// As hardware: bounds and regions.
-    #[default]
-    Hardware,
-    /// Also addresses that are no multiple of their element's size, and chains in flight that get in each other's way:
-    /// they complete with an error, and are counted.
-    Strict,
-    /// As [`Strictness::Strict`], and [`Engine::poll`] panics where a completion says that its user was wrong.
-    Assert,
-}
-
-/// What an engine is made of.
-#[derive(Debug, Clone, Copy)]
-pub struct DmaConfig {
-    /// What it plays.
-    pub profile: Profile,
-    /// How many threads work, each with a queue; 1 to [`DmaConfig::THREADS_MAX`].
-    pub threads: usize,
-    /// Steps that each queue has in flight, until they are polled: a power of two, at most [`crate::ring::CAPACITY_MAX`].
-    pub queue_depth: u32,
-    /// The most steps of a chain, at most `queue_depth`.
-    pub max_steps: u32,
-    /// How many regions can be mapped.
-    pub regions: usize,
-    /// What every address has to be a multiple of, in bytes: a power of two.
-    pub alignment_bytes: u32,
-    /// How much it minds.
-    pub strictness: Strictness,
-    /// How long threads look for work before they sleep.
-    pub patience: Patience,
-    /// Chains that write no more than this in all are done by the thread that submits them: a short one takes less time
-    /// than waking another thread does. That thread has the default float environment. 0: none.
-    pub inline_len_bytes: u64,
-    /// What each thread calls first, with its number: to take a core for its own, where the machine's owner wants that.
-    pub on_start: Option<fn(usize)>,
-}
-
-impl DmaConfig {
-    /// The most threads of an engine.
-    pub const THREADS_MAX: usize = 64;
-
-    /// Describe an engine of `threads` threads that suits this machine.
-    pub fn new(profile: Profile, threads: usize) -> Self {
-        Self {
-            profile,
-            threads,
-            queue_depth: 1024,
-            max_steps: 256,
-            regions: 1024,
-            alignment_bytes: 1,
-            strictness: Strictness::Hardware,
-            // Its user wants a core as well.
-            patience: Patience::for_this_machine(threads + 1),
-            inline_len_bytes: 0,
-            on_start: None,
-        }
-    }
-}
-
-/// What an engine's threads call; see [`EmuEngine::start_notifying`].
-pub type Notify = Box<dyn Fn(u32) + Send + Sync>;
-
-/// Why an engine was not started.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum StartError {
-    /// A number is out of its range.
-    #[error(
-        "an engine has 1 to {} threads, a queue depth that is a power of two, at most {}, and at least as much as \
-             a chain has steps, which is at least 1: not {config:?}",
-        DmaConfig::THREADS_MAX,
-        crate::ring::CAPACITY_MAX
-    )]
-    Config {
-        /// What was asked for.
-        config: Box<DmaConfig>,
-    },
-    /// The system has no thread to give.
-    #[error("no thread for the engine: {0}")]
-    Thread(#[from] io::Error),
-}
-
-/// What an engine has done.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct DmaStats {
-    /// Chains that it took.
-    pub chains: u64,
-    /// Steps of those.
-    pub steps: u64,
-    /// Chains that were polled, by [`Status`].
-    pub ended: [u64; Status::ALL.len()],
-}
 
 /// The user's side of one thread.
 struct Queue {
@@ -151,10 +57,9 @@ struct Queue {
 
 /// The engine.
 pub struct EmuEngine {
-    /// Runs short chains. It borrows from `shared`, and is dropped before.
-    short: Runner<'static>,
+    /// What its user does.
+    own: Own,
     shared: Arc<Shared>,
-    inline_len_bytes: u64,
     queues: Vec<Queue>,
     capabilities: Capabilities,
     strictness: Strictness,
@@ -184,7 +89,7 @@ impl EmuEngine {
     /// # Errors
     /// [`StartError`].
     pub fn start_notifying(config: DmaConfig, notify: Option<Notify>) -> Result<Self, StartError> {
-        let fits = (1..=DmaConfig::THREADS_MAX).contains(&config.threads)
+        let fits = (usize::from(!config.helps)..=DmaConfig::THREADS_MAX).contains(&config.threads)
             && (1..=config.queue_depth).contains(&config.max_steps)
             // A completion names the step in 16 bits.
             && config.max_steps <= u32::from(u16::MAX)
@@ -205,13 +110,9 @@ impl EmuEngine {
         let capabilities = Capabilities::new(config.profile, config.max_steps, config.queue_depth)
             .with_alignment(config.alignment_bytes);
         let depth = config.queue_depth as usize;
-        // SAFETY: the runner keeps this borrow, in an engine that keeps the `Arc` beside it and drops it later; what is
-        // behind an `Arc` does not move.
-        let map: &'static Map = unsafe { &*std::ptr::from_ref(&shared.map) };
         let mut engine = Self {
-            short: Runner::new(map, capabilities, config.strictness != Strictness::Hardware),
+            own: Own::new(&shared, capabilities, &config),
             shared,
-            inline_len_bytes: config.inline_len_bytes,
             queues: Vec::with_capacity(config.threads),
             capabilities,
             strictness: config.strictness,
@@ -305,7 +206,7 @@ impl EmuEngine {
         if end > memory.len_bytes() as u64 {
             return Err(Status::OutOfBounds);
         }
-        if self.queues.iter().any(|queue| queue.in_flight.touches(address, len_bytes, written)) {
+        if self.all_in_flight().any(|in_flight| in_flight.touches(address, len_bytes, written)) {
             return Err(Status::Overlap);
         }
         // SAFETY: the offset is within the memory.
@@ -322,17 +223,19 @@ impl EmuEngine {
         self.stats
     }
 
-    /// Return the queue to submit to: the slot's own, unless another is much less busy or it has no room.
+    /// Return the queue to submit to, the user's own behind the others: the slot's, unless another is much less busy or
+    /// it has no room.
     fn choose(&self, slot: u32, steps: usize) -> Option<usize> {
-        let own = slot as usize % self.queues.len();
+        let queues = self.queues.len() + usize::from(self.own.helps());
+        let own = slot as usize % queues;
         let depth = self.capabilities.queue_depth as usize;
         let mut best: Option<(usize, usize)> = None;
-        for turn in 0..self.queues.len() {
-            let index = (own + turn) % self.queues.len();
-            let queue = &self.queues[index];
-            let chains = queue.in_flight.len() + if index == own { 0 } else { AFFINITY_CHAINS };
+        for turn in 0..queues {
+            let index = (own + turn) % queues;
+            let in_flight = self.queues.get(index).map_or(&self.own.in_flight, |queue| &queue.in_flight);
+            let chains = in_flight.len() + if index == own { 0 } else { AFFINITY_CHAINS };
             // Everything in flight fits the rings, so they have room, and so has what is kept of it.
-            let room = queue.in_flight.steps() + steps <= depth;
+            let room = in_flight.steps() + steps <= depth;
             if room && best.is_none_or(|(_, fewest)| chains < fewest) {
                 best = Some((index, chains));
             }
@@ -349,14 +252,29 @@ impl EmuEngine {
         }));
     }
 
-    /// Note the end of a chain that no thread of the engine has seen.
-    fn end(&mut self, completion: Completion) -> Result<(), SubmitError> {
-        if self.ended.len() == self.capabilities.queue_depth as usize {
-            return Err(SubmitError::Full { depth: self.capabilities.queue_depth });
-        }
+    fn count(&mut self, steps: usize) {
         self.stats.chains += 1;
-        self.ended.push_back(completion);
-        Ok(())
+        self.stats.steps += steps as u64;
+    }
+
+    /// Run one chain of the user's own share; false if there is none. Its completion comes as all others do.
+    pub fn work(&mut self) -> bool {
+        let ended = self.own.work();
+        self.ended.extend(ended);
+        ended.is_some()
+    }
+
+    /// Tell whether [`EmuEngine::work`] has something to do.
+    pub fn has_work(&self) -> bool {
+        !self.own.is_empty()
+    }
+
+    fn conflict(&self, steps: &[Step]) -> Option<usize> {
+        self.all_in_flight().find_map(|in_flight| in_flight.conflict(steps))
+    }
+
+    fn all_in_flight(&self) -> impl Iterator<Item = &InFlight> {
+        self.queues.iter().map(|queue| &queue.in_flight).chain([&self.own.in_flight])
     }
 
     /// Take one completion from anywhere.
@@ -402,20 +320,28 @@ impl Engine for EmuEngine {
             return Err(SubmitError::Length { steps, max: self.capabilities.max_steps });
         }
         let full = SubmitError::Full { depth: self.capabilities.queue_depth };
-        if self.strictness != Strictness::Hardware
-            && let Some(step) = self.queues.iter().find_map(|queue| queue.in_flight.conflict(chain.steps))
-        {
-            return self.end(Completion { tag: chain.tag, status: Status::Overlap, step: step as u16 });
+        // Chains that end here, now or when the user works, have their places.
+        if self.ended.len() + self.own.in_flight.len() >= self.capabilities.queue_depth as usize {
+            return Err(full);
         }
-        if chain.steps.iter().map(Step::dst_len_bytes).sum::<u64>() <= self.inline_len_bytes {
-            if self.ended.len() == self.capabilities.queue_depth as usize {
-                return Err(full);
-            }
-            let (status, step) = self.short.run(chain.steps, || false);
-            self.stats.steps += steps as u64;
-            return self.end(Completion { tag: chain.tag, status, step });
+        if self.strictness != Strictness::Hardware
+            && let Some(step) = self.conflict(chain.steps)
+        {
+            self.stats.chains += 1;
+            self.ended.push_back(Completion { tag: chain.tag, status: Status::Overlap, step: step as u16 });
+            return Ok(());
+        }
+        if let Some(completion) = self.own.run_short(&chain) {
+            self.count(steps);
+            self.ended.push_back(completion);
+            return Ok(());
         }
         let index = self.choose(chain.tag.slot, steps).ok_or(full)?;
+        if index == self.queues.len() {
+            self.own.push(&chain);
+            self.count(steps);
+            return Ok(());
+        }
         self.stage(chain);
         let queue = &mut self.queues[index];
         if queue.dead() {
@@ -426,8 +352,7 @@ impl Engine for EmuEngine {
         let pushed = queue.submissions.push_batch(&self.staged).expect("the engine's own ring");
         assert_eq!(pushed, steps, "the ring holds all that is in flight");
         queue.sleeper.ring();
-        self.stats.chains += 1;
-        self.stats.steps += steps as u64;
+        self.count(steps);
         Ok(())
     }
 
@@ -457,6 +382,9 @@ impl Engine for EmuEngine {
 
 impl WaitEngine for EmuEngine {
     fn wait(&mut self, timeout: Option<Duration>) -> bool {
+        if self.has_completions() || self.work() {
+            return true;
+        }
         // A timeout beyond the clock's end is none.
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let (shared, queues, ended) = (&self.shared, &mut self.queues, &self.ended);

@@ -230,6 +230,44 @@ fn short_chains_end_where_they_are_submitted() {
 }
 
 #[test]
+fn a_user_that_helps_takes_its_share_when_it_works() {
+    let config = DmaConfig { helps: true, strictness: Strictness::Strict, ..config(Profile::Full, 0) };
+    let (mut engine, memories) = engine(config, &[64, 64]);
+    memories[0].write(0, &[7; 64]);
+    let step = |at_byte| [Step::Copy { src: at(0, 0), dst: at(1, at_byte), len_bytes: 8 }];
+    submit(&mut engine, 0, 0, &step(0)).expect("room");
+    submit(&mut engine, 1, 1, &step(8)).expect("room");
+    submit(&mut engine, 2, 0, &step(4)).expect("room");
+    let mut completions = [NOTHING; 4];
+    assert_eq!(engine.poll(&mut completions), 1, "only what strict mode refuses");
+    assert_eq!((completions[0].tag, completions[0].status), (tag(2), Status::Overlap));
+    let local = Span { address: at(1, 0), len_bytes: 8 };
+    assert_eq!(engine.with_local(local, local, |_, _| ()), Err(Status::BadRegion), "not the device's own");
+    engine.abort(Scope(1));
+    assert!(engine.has_work() && engine.work() && engine.work() && !engine.work() && !engine.has_work());
+    assert_eq!(engine.poll(&mut completions), 2);
+    assert_eq!((completions[0].tag, completions[0].status), (tag(0), Status::Done));
+    assert_eq!((completions[1].tag, completions[1].status, completions[1].step), (tag(1), Status::Aborted, 0));
+    assert_eq!(bytes_of(&memories[1], 0, 16), [[7; 8], [0; 8]].concat());
+    // What has run is in nobody's way, and who waits works.
+    submit(&mut engine, 3, 0, &step(4)).expect("room");
+    assert!(engine.wait(None));
+    assert_eq!(engine.poll(&mut completions), 1);
+    assert_eq!(completions[0].status, Status::Done);
+    let depth = engine.capabilities().queue_depth;
+    (0..depth).for_each(|seq| {
+        submit(
+            &mut engine,
+            seq.into(),
+            0,
+            &[Step::Copy { src: at(0, 0), dst: at(1, u64::from(seq) % 64), len_bytes: 1 }],
+        )
+        .expect("room")
+    });
+    assert_eq!(submit(&mut engine, 0, 0, &step(0)), Err(SubmitError::Full { depth }));
+}
+
+#[test]
 fn an_engine_that_is_dropped_stops_in_the_middle_of_its_work() {
     let (mut engine, memories) = engine(config(Profile::Full, 2), &[64, 64]);
     for seq in 0..30 {

@@ -153,7 +153,8 @@ proptest! {
 
     #[test]
     fn a_chain_is_its_steps_one_by_one(steps in steps(), seed in any::<u64>()) {
-        let (mut engine, memories) = engine(config(Profile::Full, 1), &LENS_BYTES);
+        let (threads, helps) = [(1, false), (0, true), (1, true)][(seed % 3) as usize];
+        let (mut engine, memories) = engine(DmaConfig { helps, ..config(Profile::Full, threads) }, &LENS_BYTES);
         let mut word = seed;
         let mut expected: Vec<Vec<u8>> = Vec::new();
         for (memory, len_bytes) in memories.iter().zip(LENS_BYTES) {
