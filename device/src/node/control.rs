@@ -156,6 +156,7 @@ impl Node<'_> {
             *child = Child { key, ..Child::EMPTY };
         }
         self.storage.slots[slots.range()].fill(Slot::EMPTY);
+        self.groups_end = self.groups_end.max(entry + 1);
         self.storage.groups[entry] = Some(self.new_group(config, &tree, [children, slots, bytes], now));
         self.common.trace.record(now, Trace::GroupCreated(config.group));
         Ok(())

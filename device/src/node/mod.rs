@@ -159,6 +159,9 @@ pub struct Node<'m> {
     /// What contributions by reference need, if the board has it.
     references: Option<References<'m>>,
     common: Common,
+    /// Behind the last entry of the table of groups that is in use: looking for work costs what is there, not what could
+    /// be.
+    groups_end: usize,
     /// Whose turn it is to send.
     turn: usize,
     /// Whose turn it is to use the engine.
@@ -193,6 +196,7 @@ impl<'m> Node<'m> {
             storage,
             references: None,
             common,
+            groups_end: 0,
             turn: 0,
             dma_turn: 0,
             stranger_replies: 0,
@@ -240,7 +244,7 @@ impl<'m> Node<'m> {
 
     /// Do what is due at `now`: probes, dead hops, leases.
     pub fn handle_timeout(&mut self, now: Instant) {
-        for index in 0..self.storage.groups.len() {
+        for index in 0..self.groups_end {
             let Some(mut live) = self.live(index).filter(|live| !live.group.is_closing()) else { continue };
             if now >= live.group.lease_until {
                 let id = live.group.config.group;
@@ -294,7 +298,7 @@ impl<'m> Node<'m> {
 
     /// Return when [`Node::handle_timeout`] is to be called next, if nothing arrives before.
     pub fn poll_timeout(&self) -> Option<Instant> {
-        let groups = self.storage.groups.iter().flatten().filter(|group| !group.is_closing());
+        let groups = self.storage.groups[..self.groups_end].iter().flatten().filter(|group| !group.is_closing());
         let shard = self.common.config.shard;
         groups
             .map(|group| {

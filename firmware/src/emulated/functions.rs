@@ -54,6 +54,9 @@ const INLINE_LEN_BYTES: u64 = 32 << 10;
 /// enough for them to do.
 const LOW_CHAINS: u32 = 4;
 
+/// Chains of its own that the shard does before it looks at its sockets: some 100 us of work.
+const CHAINS_PER_LOOK: usize = 4;
+
 /// Completions taken at a time.
 const BATCH: usize = 32;
 
@@ -317,9 +320,16 @@ impl Functions {
         busy
     }
 
-    /// Do a chain of the shard's share, if there is one, between two looks at everything else.
-    pub(super) fn work(&mut self) -> bool {
-        self.engine.work()
+    /// Do some chains of the shard's share, if it has any: between two of them it looks at rings and engine, and after a
+    /// few at its sockets again.
+    pub(super) fn work(&mut self, node: &mut Node<'_>, now: impl Fn() -> Instant) -> bool {
+        for done in 0..CHAINS_PER_LOOK {
+            if !self.engine.work() {
+                return done > 0;
+            }
+            self.serve(node, now());
+        }
+        true
     }
 
     fn has_news(&mut self) -> bool {

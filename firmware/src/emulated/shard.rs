@@ -193,7 +193,7 @@ impl Worker {
                 self.log(event);
                 self.leave_gone(&node);
             }
-            if self.functions.as_mut().is_some_and(Functions::work) || busy {
+            if self.functions.as_mut().is_some_and(|functions| functions.work(&mut node, now)) || busy {
                 continue;
             }
             let wait = next.map(|at| at - now());

@@ -49,7 +49,7 @@ impl Node<'_> {
     ///
     /// The engine is an argument as the time is: nothing of it is kept.
     pub fn poll_dma<E: Engine + LocalMemory>(&mut self, engine: &mut E, now: Instant) -> bool {
-        let groups = self.storage.groups.len();
+        let groups = self.groups_end;
         for turn in 0..groups {
             let index = (self.dma_turn + turn) % groups;
             let Some(mut live) = self.live(index) else { continue };
@@ -71,7 +71,7 @@ impl Node<'_> {
             let group = self.storage.groups[*index].as_ref();
             group.is_some_and(|group| group.by_reference.is_some() && group.slots.range().contains(&slot))
         };
-        let Some(group) = (0..self.storage.groups.len()).find(owns) else {
+        let Some(group) = (0..self.groups_end).find(owns) else {
             return self.common.drop_packet(DropReason::Unexpected);
         };
         let Some(mut live) = self.live(group) else { return };

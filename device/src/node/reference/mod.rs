@@ -402,6 +402,8 @@ impl<'m> Node<'m> {
         let quiet = (0..live.slots.len()).all(|slot| live.is_quiet(slot));
         if quiet && live.group.by_reference.as_ref().is_none_or(ByReference::is_closing) {
             self.storage.groups[index] = None;
+            let used = self.storage.groups[..self.groups_end].iter().rposition(Option::is_some);
+            self.groups_end = used.map_or(0, |last| last + 1);
         }
     }
 }

@@ -92,7 +92,7 @@ impl Node<'_> {
 
     /// Return the next answer for a ring; the child's regions are released, and it holds the chunk from now on.
     pub fn poll_answer<const N: usize>(&mut self, regions: &mut RegionTable<N>) -> Option<Answer> {
-        for index in 0..self.storage.groups.len() {
+        for index in 0..self.groups_end {
             let Some(mut live) = self.live(index) else { continue };
             let Some((child, answer, reference)) = live.next_answer() else { continue };
             for address in [reference.src, reference.dst].into_iter().flatten() {
