@@ -63,6 +63,9 @@ pub struct ControllerConfig {
     pub reference_window_chunks: u16,
     /// The longest payload of a packet in bytes, where the ports would carry more.
     pub chunk_max_bytes: u16,
+    /// The longest chunk in bytes where no packet carries one: all ranks contribute by reference, to one device. Whole
+    /// pages keep the engine's accesses aligned; at least 64.
+    pub reference_chunk_max_bytes: u16,
     /// Whether devices send a result that all children wait for once, to a multicast address, instead of to each. Only
     /// where ranks and devices are all on loopback addresses of one host; as long as a child's port can't listen, its
     /// node answers each child alone. Any user of that host can join the address and read results: turn it off where
@@ -84,6 +87,7 @@ impl ControllerConfig {
             window_bytes: 1 << 20,
             reference_window_chunks: 16,
             chunk_max_bytes: 60 * 1024 - 16,
+            reference_chunk_max_bytes: 60 * 1024,
             shared_answers: true,
             lease: Duration::from_secs(30),
             timers: HopTimers::DEFAULT,
@@ -228,6 +232,8 @@ fn check(config: &ControllerConfig) -> Result<(), ControllerError> {
     };
     let chunk = u64::from(config.chunk_max_bytes);
     range("chunk_max_bytes", chunk, chunk >= 64, "at least 64")?;
+    let chunk = u64::from(config.reference_chunk_max_bytes);
+    range("reference_chunk_max_bytes", chunk, chunk >= 64, "at least 64")?;
     let window = u64::from(config.reference_window_chunks);
     range("reference_window_chunks", window, (1..=MAX_WINDOW).contains(&window), "1 to 256")?;
     let lease = config.lease.as_millis() as u64;

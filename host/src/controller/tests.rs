@@ -13,11 +13,11 @@ use sumac_hal::port::Addr;
 
 const HERE: &str = "here";
 
-/// The longest chunk of ports of this kind: 1008 bytes behind a header.
-const PACKET_LEN: u32 = 1008 + sumac_hal::wire::HEADER_LEN as u32;
+/// The longest chunk of ports of this kind: 960 bytes behind a header.
+const PACKET_LEN: u32 = 960 + sumac_hal::wire::HEADER_LEN as u32;
 
 /// A redo slot of such chunks, in bytes.
-const REDO_SLOT: u64 = 64 + 2 * 1008;
+const REDO_SLOT: u64 = 64 + 2 * 960;
 
 /// A device on loopback that says yes to everything, but to groups with contributions by reference if it is to refuse
 /// them.

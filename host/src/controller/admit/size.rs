@@ -87,7 +87,7 @@ impl Placement {
             }
         }
         // What a device moves by itself needs few slots, which stay in its caches; packets fill a network.
-        let mut window = match self.all_by_reference() {
+        let mut window = match self.all_by_reference() && self.nodes.len() == 1 {
             true => u64::from(config.reference_window_chunks).clamp(1, MAX_WINDOW),
             false => u64::from(config.window_bytes / chunk).clamp(u64::from(WINDOW_MIN), MAX_WINDOW),
         };
@@ -124,11 +124,14 @@ impl Placement {
         Ok(())
     }
 
-    /// Return the largest chunk that all ports take.
+    /// Return the largest chunk that all ports take: in whole cache lines if an engine moves it.
     fn chunk_len(&self, config: &ControllerConfig, requests: &[&JoinRequest]) -> Result<u32, String> {
         let devices = self.nodes.iter().map(|node| node.device.announce.capabilities.max_packet_len_bytes);
         let longest = devices.chain(requests.iter().map(|request| request.max_packet_len_bytes)).min().unwrap_or(0);
-        let chunk = longest.saturating_sub(HEADER_LEN as u32).min(u32::from(config.chunk_max_bytes)) / 16 * 16;
+        let on_one_device = self.all_by_reference() && self.nodes.len() == 1;
+        let most = if on_one_device { config.reference_chunk_max_bytes } else { config.chunk_max_bytes };
+        let multiple = if self.ranks_by_reference() > 0 { 64 } else { 16 };
+        let chunk = longest.saturating_sub(HEADER_LEN as u32).min(u32::from(most)) / multiple * multiple;
         if chunk < 64 {
             return Err(format!("the shortest packet on the way, {longest} bytes, leaves no room for a chunk"));
         }
