@@ -21,7 +21,9 @@
 //! and length in bytes; deregister (17): the region's key; fence (18): group and epoch as in word 1 above.
 //!
 //! A completion: word 0 bits 0..8 the opcode, 8..16 the status, 16..32 count, 32..48 window; words 1 and 2 as of the
-//! contribution, word 3 `stable`. For an admin command: words 1 the cookie, 2 the value.
+//! contribution, word 3 `stable`. For an admin command (16): words 1 the cookie, 2 the value. Before an answer of
+//! mismatch or of what is unsupported, the operations that it speaks of (2): words 1 and 2, each packed by
+//! [`pack_op`](crate::wire::pack_op); nothing else in word 0.
 //!
 //! By reference there is no `have` of more than 2^16 behind, because windows are shorter; so 16 bits of distance do.
 //! Invariant: `parse` gives back what `emit` was given, and takes nothing else: what has no meaning is 0.
@@ -211,6 +213,14 @@ pub enum CompletionEntry {
         /// What it gave: the key of a region.
         value: u64,
     },
+    /// To nothing: which operations the next answer of [`EntryStatus::Mismatch`] or [`EntryStatus::Unsupported`] speaks
+    /// of, each packed by [`pack_op`](crate::wire::pack_op).
+    Operations {
+        /// The operation that is unsupported, or that was called first.
+        first: u64,
+        /// Another that was called.
+        other: u64,
+    },
 }
 
 /// Why words are no entry.
@@ -340,6 +350,7 @@ impl Contribution {
 }
 
 const ANSWER: u8 = 1;
+const OPERATIONS: u8 = 2;
 const ADMIN: u8 = 16;
 
 impl CompletionEntry {
@@ -352,6 +363,7 @@ impl CompletionEntry {
                 [head(ANSWER, status) | run, view(group, epoch), seq.0, stable.0]
             }
             Self::Admin { status, cookie, value } => [head(ADMIN, status), cookie, value, 0],
+            Self::Operations { first, other } => [u64::from(OPERATIONS), first, other, 0],
         }
     }
 
@@ -376,6 +388,7 @@ impl CompletionEntry {
                 }
             }
             ADMIN => Self::Admin { status, cookie: words[1], value: words[2] },
+            OPERATIONS => Self::Operations { first: words[1], other: words[2] },
             opcode => return Err(EntryError::Opcode(opcode)),
         };
         exact(entry, entry.emit(), words)

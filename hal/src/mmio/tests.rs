@@ -278,6 +278,7 @@ fn golden_completions() {
     let cases = [
         (answer, [0x6_0005_0001, 0x2_0003_0000_1111, 4, 7]),
         (CompletionEntry::Admin { status, cookie: 8, value: 9 }, [0x1c10, 8, 9, 0]),
+        (CompletionEntry::Operations { first: 10, other: 11 }, [2, 10, 11, 0]),
     ];
     for (entry, words) in cases {
         assert_eq!(entry.emit(), words, "{entry:x?}");
@@ -305,7 +306,16 @@ fn entries_with_bits_that_mean_nothing_are_refused() {
     assert_eq!(with(0, WANT_BIT), field(4, 0), "a destination that nobody wants");
     assert_eq!(with(0, 0xff), Some(EntryError::Opcode(0xfe)));
     assert_eq!(CompletionEntry::parse(&[0x0201, 0, 0, 0]), Err(EntryError::Field { word: 0, value: 0x0201 }));
-    assert_eq!(CompletionEntry::parse(&[2, 0, 0, 0]), Err(EntryError::Opcode(2)));
+    assert_eq!(CompletionEntry::parse(&[3, 0, 0, 0]), Err(EntryError::Opcode(3)));
+    let operations = |word: usize, value: u64| {
+        let mut words = [2, 10, 11, 0];
+        words[word] = value;
+        (CompletionEntry::parse(&words), Err(EntryError::Field { word: word as u8, value }))
+    };
+    for (word, value) in [(0, 0x1402), (0, 0x1_0002), (3, 1)] {
+        let (found, expected) = operations(word, value);
+        assert_eq!(found, expected, "operations have no status, no run and no fourth word");
+    }
 }
 
 const WANT_BIT: u64 = 1 << 8;
