@@ -160,6 +160,12 @@ impl ReferenceDriver {
         if bounces { Transfer::Bounced } else { Transfer::Registered }
     }
 
+    /// Return how many buffers the device has not let go of.
+    #[cfg(test)]
+    pub(super) fn registered(&self) -> usize {
+        self.registry.len()
+    }
+
     /// Do what can be done without waiting: take in answers, submit what may be. Returns zero if there is more at once,
     /// `None` if only the device can bring it on.
     pub fn pump(&mut self, buffers: &mut impl Buffers) -> Option<Duration> {

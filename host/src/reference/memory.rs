@@ -172,4 +172,9 @@ impl Registry {
     pub(super) fn remove(&mut self, key: RegionKey) {
         self.entries.retain(|entry| entry.key != key);
     }
+
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
 }

@@ -3,6 +3,9 @@
 
 mod answers;
 mod collectives;
+mod device;
+mod driver;
+mod endings;
 
 use super::endpoint::{BounceConfig, ReferenceConfig, ReferenceEndpoint};
 use sumac_hal::dma::RegionKey;
