@@ -160,7 +160,7 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         attach: config.attach,
         machine: (config.attach != Attach::Udp).then(sumac_hal::shm::machine).flatten(),
     };
-    let lost = Arc::new(super::core::Lost::new(port.waker()));
+    let lost = Arc::new(super::lost::Lost::new(port.waker()));
     let watch = Arc::clone(&lost);
     let (session, membership) =
         Session::join(config.controller, request, config.join_timeout, move |rank| watch.set(rank))?;

@@ -52,6 +52,7 @@ mod error;
 mod extent;
 mod handle;
 mod join;
+mod lost;
 mod messages;
 mod progress;
 mod split;
@@ -69,7 +70,8 @@ pub use join::{DEFAULT_PORT, JoinConfig, JoinError};
 pub use messages::MessageHandle;
 pub use split::SplitError;
 
-use self::core::{Core, Lost};
+use self::core::Core;
+use self::lost::Lost;
 use crate::choice::{Algo, Explanation};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

@@ -3,9 +3,10 @@
 //! Progress is made by whoever calls: `wait`, `test` and blocking calls drive the tree's endpoint; a schedule runs
 //! when it is waited for, and drives the endpoint meanwhile.
 
-use super::core::{Core, InTree, Lost};
+use super::core::{Core, InTree};
 use super::error::Error;
 use super::extent::Extent;
+use super::lost::Lost;
 use super::tree::Tree;
 use crate::coll::{ALGORITHMS, Problem, Schedule, pairwise};
 use crate::endpoint::{self, EndpointError, Event, OpId};

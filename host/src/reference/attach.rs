@@ -14,6 +14,9 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// What a device has to have.
 const NEEDED: Features = Features::BY_REFERENCE.union(Features::FENCE).union(Features::REDO);
 
+/// What regions are aligned to: pages.
+const ALIGNMENT_MAX_BYTES: u32 = 4096;
+
 /// The most redo memory that is mapped: more than a device has.
 const REDO_MAX_BYTES: u64 = 1 << 40;
 
@@ -72,6 +75,10 @@ impl Attached {
         let (function, identity) = Function::open(file)?;
         if !identity.features.contains(NEEDED) {
             return Err(AttachError::Features { has: identity.features, needs: NEEDED });
+        }
+        let found = identity.dma.alignment_bytes;
+        if !found.is_power_of_two() || found > ALIGNMENT_MAX_BYTES {
+            return Err(AttachError::Alignment { found, max: ALIGNMENT_MAX_BYTES });
         }
         let queues = function.bar().queues();
         if queues != 2 {

@@ -136,7 +136,13 @@ impl ReferenceDriver {
         let handle = self.next_handle;
         self.next_handle += 1;
         hand_over(&self.connection, handle, &region)?;
-        let key = self.register(handle, len_bytes)?;
+        let registered = self.register(handle, len_bytes);
+        match registered {
+            Err(RegisterError::Broken(breach)) => self.endpoint.fail(breach.into()),
+            Err(RegisterError::Gone) => self.endpoint.fail(EndpointError::DeviceLost),
+            _ => {}
+        }
+        let key = registered?;
         Ok(self.registry.insert(region, key, len))
     }
 

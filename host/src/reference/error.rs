@@ -77,6 +77,14 @@ pub enum AttachError {
         /// What it must have.
         needs: Features,
     },
+    /// Its engine asks for an alignment that memory does not have.
+    #[error("its engine asks for addresses at multiples of {found} bytes, where at most {max} are to be had")]
+    Alignment {
+        /// What it asks for.
+        found: u32,
+        /// The most that memory has.
+        max: u32,
+    },
     /// It has more shards than one.
     #[error("it has {0} queues, and this version uses 2: admin and data of one shard")]
     Queues(u32),

@@ -56,7 +56,7 @@ pub use queue::Waker;
 pub enum Transfer {
     /// In packets.
     Packets,
-    /// By the device's engine, straight from and to the caller's registered memory ([`Buffer`]).
+    /// By the device's engine, straight from and to the caller's registered memory ([`Buffer`]); or there were none.
     Registered,
     /// By the device's engine, at least in part through a bounce buffer: the caller's memory is not registered.
     Bounced,

@@ -41,6 +41,8 @@ pub(super) enum Behaviour {
     Queues(u32),
     /// Has these features only.
     Has(Features),
+    /// Has an engine that asks for this alignment.
+    Aligns(u32),
     /// Registers no memory but the first region.
     Full,
     /// Answers commands, and no contribution.
@@ -140,6 +142,7 @@ fn welcome(listener: &Listener, redo: &Region, behaviour: Behaviour) -> Option<S
     let features = if let Behaviour::Has(features) = behaviour { features } else { all };
     let queues = if let Behaviour::Queues(queues) = behaviour { queues } else { 2 };
     let dma = Capabilities::new(Profile::Full, 8, 8);
+    let dma = if let Behaviour::Aligns(bytes) = behaviour { dma.with_alignment(bytes) } else { dma };
     let config = FunctionConfig { boot_id: BootId(1), features, queues, depth: 8, dma };
     let function = Function::create(&config).expect("memory");
     // A rank that does not like what it sees leaves.

@@ -193,6 +193,8 @@ fn who_can_not_attach_is_told_why() {
     let error = attach_to(Behaviour::Refuses(AttachRefusal::Attached));
     assert!(matches!(error, AttachError::Refused(AttachRefusal::Attached)), "{error}");
     assert!(matches!(attach_to(Behaviour::Queues(3)), AttachError::Queues(3)));
+    let error = attach_to(Behaviour::Aligns(8192));
+    assert!(matches!(error, AttachError::Alignment { found: 8192, max: 4096 }), "{error}");
     let has = Features::BY_REFERENCE | Features::REDO;
     let error = attach_to(Behaviour::Has(has));
     assert!(matches!(error, AttachError::Features { has: found, .. } if found == has), "{error}");

@@ -1,6 +1,7 @@
 //! The endpoint against an oracle, and the driver against small devices in threads of this process: honest, silent,
 //! hostile and dying ones.
 
+mod allocations;
 mod answers;
 mod collectives;
 mod device;
