@@ -4,6 +4,7 @@
 mod allocations;
 mod answers;
 mod collectives;
+mod communicator;
 mod device;
 mod driver;
 mod endings;
