@@ -3,7 +3,8 @@
 //! ```text
 //!   comm ------> choice            which way, and why
 //!    |  \------> exec -> endpoint  through the tree, on a port
-//!    |              \-> coll       or by a schedule, over TCP
+//!    |   \          \-> coll       or by a schedule, over TCP
+//!    |    \----> reference         or through the tree, by memory that the leaf device reads and writes
 //!    v
 //!   controller -> plan -> topo     who is where, on which tree
 //! ```
@@ -15,12 +16,13 @@ pub mod controller;
 pub mod endpoint;
 pub mod exec;
 pub mod plan;
+pub mod reference;
 pub mod topo;
 
 pub use choice::Algo;
 pub use comm::{
-    BUCKET_BYTES, Buffers, CallOptions, Canceller, Cart, Communicator, Element, Error, Handle, JoinConfig, JoinError,
-    MessageHandle, Outcome, SplitError,
+    BUCKET_BYTES, Buffer, Buffers, CallOptions, Canceller, Cart, Communicator, Element, Error, Handle, Held,
+    JoinConfig, JoinError, MessageHandle, Outcome, SplitError, Transfer,
 };
 pub use controller::proto::Attach;
 pub use sumac_hal::ctrl::Order;

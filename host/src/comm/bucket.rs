@@ -15,7 +15,7 @@ const IN_FLIGHT: usize = 4;
 
 /// A bucket on its way, and the tensors that it is made of.
 struct Bucket<T> {
-    handle: Handle<T>,
+    handle: Handle<Vec<T>>,
     tensors: std::ops::Range<usize>,
 }
 

@@ -1,65 +1,24 @@
 //! What a communicator is made of, and the life of an operation from call to outcome; `progress` moves it on.
 
-use super::element::OwnedBuffer;
+use super::element::{Element, OwnedBuffer};
 use super::error::Error;
 use super::extent::Extent;
 use super::join::JoinConfig;
+use super::lost::Lost;
 use super::progress::Deadline;
+use super::tree::Tree;
 use super::{CallOptions, Outcome};
 use crate::choice::{Explanation, Situation, explain};
 use crate::coll::{Buffer, Schedule, pairwise};
 use crate::controller::Session;
 use crate::endpoint::OpId;
-use crate::exec::{Buffers, ExecError, Mesh, TreeDriver};
+use crate::exec::{Buffers, ExecError, Mesh};
+use crate::reference::{Buffer as RegisteredBuffer, Transfer};
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
-use sumac_hal::udp::{UdpPort, Waker};
-
-/// What ends a communicator from outside of its calls: the first rank that the controller said is lost, and this rank's
-/// own wish.
-#[derive(Debug)]
-pub(super) struct Lost {
-    is_set: AtomicBool,
-    is_cancelled: AtomicBool,
-    rank: Mutex<Option<Rank>>,
-    waker: Waker,
-}
-
-impl Lost {
-    pub(super) const fn new(waker: Waker) -> Self {
-        Self { is_set: AtomicBool::new(false), is_cancelled: AtomicBool::new(false), rank: Mutex::new(None), waker }
-    }
-
-    pub(super) fn set(&self, rank: Rank) {
-        if let Ok(mut first) = self.rank.lock() {
-            first.get_or_insert(rank);
-        }
-        self.is_set.store(true, Ordering::Release);
-        self.waker.wake();
-    }
-
-    /// This rank's own program wants no more of the communicator.
-    pub(super) fn cancel(&self) {
-        self.is_cancelled.store(true, Ordering::Release);
-        self.waker.wake();
-    }
-
-    pub(super) fn is_cancelled(&self) -> bool {
-        self.is_cancelled.load(Ordering::Acquire)
-    }
-
-    pub(super) fn rank(&self) -> Option<Rank> {
-        if !self.is_set.load(Ordering::Acquire) {
-            return None;
-        }
-        self.rank.lock().ok().and_then(|rank| *rank)
-    }
-}
 
 /// Buffers that the communicator owns while their operation is on its way.
 pub(super) struct Owned {
@@ -109,6 +68,7 @@ struct Started {
     fallback: Option<String>,
     /// In the tree's endpoint: the operation itself, or, for a schedule, what tells the tree of it.
     tree_op: Option<OpId>,
+    transfer: Option<Transfer>,
     begun: Mark,
     /// A schedule's buffers; `None` for the tree's, which the endpoint works on.
     buffers: Option<Owned>,
@@ -127,7 +87,7 @@ struct Mark {
 pub(super) struct Core {
     pub(super) config: JoinConfig,
     pub(super) situation: Situation,
-    pub(super) tree: Option<TreeDriver<UdpPort>>,
+    pub(super) tree: Option<Tree>,
     pub(super) mesh: Mesh,
     session: Option<Session>,
     pub(super) lost: std::sync::Arc<Lost>,
@@ -156,7 +116,7 @@ impl Core {
     pub(super) fn new(
         config: JoinConfig,
         situation: Situation,
-        tree: Option<TreeDriver<UdpPort>>,
+        tree: Option<Tree>,
         mesh: Mesh,
         session: Session,
         lost: std::sync::Arc<Lost>,
@@ -178,6 +138,17 @@ impl Core {
             ended: None,
             fallback_told: false,
         }
+    }
+
+    /// Return memory for operations: registered with the leaf device if there is one that takes it.
+    pub(super) fn alloc<T: Element>(&mut self, len: usize) -> Result<RegisteredBuffer<T>, Error> {
+        self.usable()?;
+        let Some(Tree::Reference(driver)) = &mut self.tree else { return Ok(RegisteredBuffer::plain(len)) };
+        driver.alloc(len).map_err(|reason| Error::Memory {
+            device: driver.device().into(),
+            len_bytes: len.saturating_mul(size_of::<T>()),
+            reason,
+        })
     }
 
     /// Return what a sub-communicator takes over, and the number of this split.
@@ -212,10 +183,10 @@ impl Core {
         let begun = self.mark();
         let result = match path {
             Path::Tree => self.run_in_tree(desc, &extent, &mut buffers, deadline),
-            _ => self.run_by_schedule(&desc, path, buffers, deadline),
+            _ => self.run_by_schedule(&desc, path, buffers, deadline).map(|()| None),
         };
-        result.map_err(|error| self.end(error, &desc, begun))?;
-        Ok(self.outcome(path, fallback, begun))
+        let transfer = result.map_err(|error| self.end(error, &desc, begun))?;
+        Ok(self.outcome((path, transfer), fallback, begun))
     }
 
     /// Schedules that were started before must run before: the other ranks wait for them in that order.
@@ -258,7 +229,7 @@ impl Core {
             result.map_err(|error| self.verdict(told, error, deadline))
         });
         result.map_err(|error| self.end(error, &desc, begun))?;
-        Ok(self.outcome(path, None, begun))
+        Ok(self.outcome((path, None), None, begun))
     }
 
     /// Start an operation in buffers that the communicator owns until it is waited for.
@@ -274,15 +245,16 @@ impl Core {
         }
         let begun = self.mark();
         let handle = self.next_handle;
-        let mut started = Started { desc, path, fallback, tree_op: None, begun, buffers: None, finished: None };
+        let mut started =
+            Started { desc, path, fallback, tree_op: None, transfer: None, begun, buffers: None, finished: None };
         if path == Path::Tree {
             extent.keep_own(&desc, &mut owned.lend());
-            started.tree_op = self.post(&desc, path)?;
-            if let Some(op) = started.tree_op {
+            if let Some((op, transfer)) = self.post(&desc, path, Some((&extent, &mut owned.lend())))? {
+                (started.tree_op, started.transfer) = (Some(op), Some(transfer));
                 self.owned.insert(op, InTree { buffers: owned, extent });
             }
         } else {
-            started.tree_op = self.post(&desc, path)?;
+            started.tree_op = self.post(&desc, path, None)?.map(|(op, _)| op);
             started.buffers = Some(owned);
             self.schedules.push_back(handle);
         }
@@ -341,8 +313,8 @@ impl Core {
     fn settle(&mut self, handle: u64) {
         let Some(started) = self.started.get(&handle).filter(|started| started.finished.is_none()) else { return };
         if started.path == Path::Tree && started.tree_op.is_none_or(|op| op.0 < self.completed_below) {
-            let (path, fallback, begun) = (started.path, started.fallback.clone(), started.begun);
-            let outcome = self.outcome(path, fallback, begun);
+            let (way, fallback, begun) = ((started.path, started.transfer), started.fallback.clone(), started.begun);
+            let outcome = self.outcome(way, fallback, begun);
             if let Some(started) = self.started.get_mut(&handle) {
                 started.finished = Some(Ok(outcome));
             }
@@ -373,7 +345,7 @@ impl Core {
         });
         let result = result.map_err(|error| self.verdict(started.tree_op, error, deadline));
         let result = result.map_err(|error| self.end(error, &desc, started.begun));
-        let outcome = self.outcome(path, started.fallback.clone(), started.begun);
+        let outcome = self.outcome((path, None), started.fallback.clone(), started.begun);
         started.finished = Some(result.clone().map(|()| outcome));
         self.started.insert(handle, started);
         result
@@ -415,7 +387,7 @@ impl Core {
     }
 
     fn mark(&self) -> Mark {
-        let stats = self.tree.as_ref().map(|tree| *tree.endpoint().stats()).unwrap_or_default();
+        let stats = self.tree.as_ref().map(Tree::stats).unwrap_or_default();
         Mark {
             wire_bytes: stats.bytes_out + self.mesh.sent_bytes(),
             retransmits: stats.retransmits,
@@ -423,10 +395,11 @@ impl Core {
         }
     }
 
-    fn outcome(&self, path: Path, fallback: Option<String>, begun: Mark) -> Outcome {
+    fn outcome(&self, (path, transfer): (Path, Option<Transfer>), fallback: Option<String>, begun: Mark) -> Outcome {
         let now = self.mark();
         Outcome {
             path,
+            transfer,
             fallback,
             wire_bytes: now.wire_bytes - begun.wire_bytes,
             retransmits: now.retransmits - begun.retransmits,
@@ -448,10 +421,11 @@ impl Core {
         error
     }
 
-    /// Remember the error that ends the communicator.
+    /// Remember the error that ends the communicator. Buffers go back to the caller, so nobody else may write there.
     pub(super) fn note_end(&mut self, error: &Error) {
         if !error.is_harmless() && self.ended.is_none() {
             self.ended = Some(error.clone());
+            self.tree.iter_mut().for_each(Tree::retire);
         }
         if matches!(error, Error::Cancelled) {
             // Without a word of leaving: the controller tells the others that this rank is lost.

@@ -1,5 +1,7 @@
 //! What buffers are made of.
 
+use super::{Communicator, Error};
+use crate::reference::Buffer;
 use std::any::Any;
 use sumac_hal::op::Dtype;
 
@@ -42,16 +44,76 @@ pub(super) trait OwnedBuffer: Send {
     fn into_any(self: Box<Self>) -> Box<dyn Any>;
 }
 
-impl<T: Element> OwnedBuffer for Vec<T> {
+impl<B: Held> OwnedBuffer for B {
     fn bytes(&self) -> &[u8] {
-        bytemuck::cast_slice(self)
+        bytemuck::cast_slice(self.values())
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
-        bytemuck::cast_slice_mut(self)
+        bytemuck::cast_slice_mut(self.values_mut())
     }
 
     fn into_any(self: Box<Self>) -> Box<dyn Any> {
         self
+    }
+}
+
+/// A container that a started operation holds until it is waited for: [`Vec`], or [`Buffer`], which the leaf device
+/// reads and writes by itself where the communicator attaches by reference.
+///
+/// Its values stay where they are when it moves.
+pub trait Held: sealed::Sealed + Send + Sized + 'static {
+    /// What it contains.
+    type Element: Element;
+
+    /// Borrow the values.
+    fn values(&self) -> &[Self::Element];
+
+    /// Borrow the values to write to them.
+    fn values_mut(&mut self) -> &mut [Self::Element];
+
+    /// Make one of zeroes.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] if there is none that the device reaches.
+    fn zeroed(comm: &Communicator, len: usize) -> Result<Self, Error>;
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+impl<T> sealed::Sealed for Vec<T> {}
+impl<T: Element> sealed::Sealed for Buffer<T> {}
+
+impl<T: Element> Held for Vec<T> {
+    type Element = T;
+
+    fn values(&self) -> &[T] {
+        self
+    }
+
+    fn values_mut(&mut self) -> &mut [T] {
+        self
+    }
+
+    fn zeroed(_: &Communicator, len: usize) -> Result<Self, Error> {
+        Ok(vec![T::zeroed(); len])
+    }
+}
+
+impl<T: Element> Held for Buffer<T> {
+    type Element = T;
+
+    fn values(&self) -> &[T] {
+        self
+    }
+
+    fn values_mut(&mut self) -> &mut [T] {
+        self
+    }
+
+    fn zeroed(comm: &Communicator, len: usize) -> Result<Self, Error> {
+        comm.alloc(len)
     }
 }

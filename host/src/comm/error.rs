@@ -1,8 +1,9 @@
 //! What a call on a communicator can end in.
 
 use crate::choice::RuledOut;
-use crate::endpoint::{EndpointError, PostError};
+use crate::endpoint::EndpointError;
 use crate::exec::ExecError;
+use crate::reference::RegisterError;
 use std::time::Duration;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::OpDesc;
@@ -10,7 +11,7 @@ use thiserror::Error;
 
 /// Why an operation has no result.
 ///
-/// Except for [`Error::Argument`] and [`Error::NotPossible`], which change nothing, an error is the end of the
+/// Except for [`Error::Argument`], [`Error::NotPossible`] and [`Error::Memory`], which change nothing, an error is the end of the
 /// communicator: its ranks may be at different operations, and every later call returns [`Error::Ended`]. The
 /// caller's buffer then holds, chunk by chunk, its input or the result (after a schedule: anything).
 #[derive(Debug, Clone, PartialEq, Error)]
@@ -36,6 +37,30 @@ pub enum Error {
     /// The device has no such group any more.
     #[error("a device of the tree no longer knows the group: it restarted, or the lease ran out")]
     GroupLost,
+    /// The leaf device, which reads and writes this rank's memory, is gone. What it had published was still delivered.
+    #[error("device {device} is gone: its process has ended or closed the connection; join again once it is back")]
+    DeviceLost {
+        /// The device.
+        device: String,
+    },
+    /// The leaf device refused a contribution by reference, or broke the protocol.
+    #[error("device {device}: {error}; joining with `attach: udp` does without shared memory")]
+    Device {
+        /// The device.
+        device: String,
+        /// What it did.
+        error: EndpointError,
+    },
+    /// There is no memory that the leaf device reaches; nothing else has changed.
+    #[error("{len_bytes} bytes for device {device} to reach: {reason}; a slice of any other memory works too")]
+    Memory {
+        /// The device.
+        device: String,
+        /// How many.
+        len_bytes: usize,
+        /// Why not.
+        reason: RegisterError,
+    },
     /// The deadline passed.
     #[error("{desc} did not complete within {} ms", waited.as_millis())]
     Deadline {
@@ -82,27 +107,28 @@ impl Error {
 
     /// Tell whether the communicator can be used further.
     pub const fn is_harmless(&self) -> bool {
-        matches!(self, Self::Argument(_) | Self::NotPossible(_))
+        matches!(self, Self::Argument(_) | Self::NotPossible(_) | Self::Memory { .. })
     }
 }
 
-impl From<EndpointError> for Error {
-    fn from(error: EndpointError) -> Self {
+impl Error {
+    /// What a group's end is to a caller; `device` is the rank's leaf.
+    pub(super) fn in_tree(error: EndpointError, device: &str) -> Self {
         match error {
             EndpointError::Mismatch { first, other } => Self::mismatch(first, other),
             EndpointError::Unsupported(desc) => Self::Unsupported(desc),
             EndpointError::PathLost => Self::PathLost,
             EndpointError::GroupLost => Self::GroupLost,
+            EndpointError::DeviceLost => Self::DeviceLost { device: device.into() },
+            error @ (EndpointError::Device { .. } | EndpointError::Broken(_)) => {
+                Self::Device { device: device.into(), error }
+            }
         }
     }
-}
 
-impl From<PostError> for Error {
-    fn from(error: PostError) -> Self {
-        match error {
-            PostError::Failed(error) => error.into(),
-            PostError::TooMany { .. } => Self::Argument(error.to_string()),
-        }
+    /// Tell whether it is the tree that is lost, which a schedule does not need.
+    pub(super) const fn is_loss_of_tree(&self) -> bool {
+        matches!(self, Self::PathLost | Self::GroupLost | Self::DeviceLost { .. } | Self::Device { .. })
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::core::Core;
 use super::error::Error;
-use super::{CallOptions, Element, Outcome, lock};
+use super::{CallOptions, Held, Outcome, lock};
 use std::marker::PhantomData;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -10,15 +10,15 @@ use std::time::Duration;
 /// A started operation. Forgetting it is safe: the communicator keeps the buffer.
 #[derive(Debug)]
 #[must_use = "a started operation gives its buffer back when it is waited for"]
-pub struct Handle<T> {
+pub struct Handle<B> {
     core: Arc<Mutex<Core>>,
     id: u64,
-    element: PhantomData<T>,
+    buffer: PhantomData<fn() -> B>,
 }
 
-impl<T: Element> Handle<T> {
+impl<B: Held> Handle<B> {
     pub(super) const fn new(core: Arc<Mutex<Core>>, id: u64) -> Self {
-        Self { core, id, element: PhantomData }
+        Self { core, id, buffer: PhantomData }
     }
 
     /// Tell whether the operation has ended, without waiting for it if it goes through the tree; a schedule is run
@@ -31,7 +31,7 @@ impl<T: Element> Handle<T> {
     ///
     /// # Errors
     /// [`Error`].
-    pub fn wait(self) -> Result<(Vec<T>, Outcome), Error> {
+    pub fn wait(self) -> Result<(B, Outcome), Error> {
         self.finish(&CallOptions::default())
     }
 
@@ -40,14 +40,14 @@ impl<T: Element> Handle<T> {
     ///
     /// # Errors
     /// [`Error`].
-    pub fn wait_for(self, deadline: Duration) -> Result<(Vec<T>, Outcome), Error> {
+    pub fn wait_for(self, deadline: Duration) -> Result<(B, Outcome), Error> {
         self.finish(&CallOptions { deadline: Some(deadline), ..CallOptions::default() })
     }
 
-    fn finish(self, options: &CallOptions) -> Result<(Vec<T>, Outcome), Error> {
+    fn finish(self, options: &CallOptions) -> Result<(B, Outcome), Error> {
         let (buffer, result) = lock(&self.core).finish(self.id, options);
         let outcome = result?;
-        let buffer = buffer.and_then(|owned| owned.into_result().into_any().downcast::<Vec<T>>().ok());
+        let buffer = buffer.and_then(|owned| owned.into_result().into_any().downcast::<B>().ok());
         buffer.map(|buffer| (*buffer, outcome)).ok_or_else(|| Error::Argument("the handle's buffer is gone".into()))
     }
 }

@@ -1,12 +1,14 @@
 //! How a rank becomes a member.
 
 use super::core::Core;
+use super::tree::{Tree, seating};
 use crate::choice::{Algo, Declared, Situation};
 use crate::coll::Place;
-use crate::controller::proto::{Attach, JoinRequest, UnknownAttach};
+use crate::controller::proto::{Attach, JoinRequest, TreeMembership, UnknownAttach};
 use crate::controller::{ClientError, Session};
 use crate::endpoint::Endpoint;
 use crate::exec::{JobToken, Mesh, MeshError, TreeDriver};
+use crate::reference::{AttachError, ReferenceDriver};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::Duration;
@@ -135,6 +137,14 @@ pub enum JoinError {
     /// The connections for schedules.
     #[error(transparent)]
     Mesh(#[from] MeshError),
+    /// The leaf device, over shared memory.
+    #[error("attach to device {device} over shared memory: {reason}; joining with `attach: udp` avoids it")]
+    Attach {
+        /// The device.
+        device: String,
+        /// What went wrong.
+        reason: AttachError,
+    },
     /// The controller gave something that makes no sense.
     #[error("the controller's answer makes no sense: {0}")]
     Membership(String),
@@ -146,7 +156,7 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     let listen = |source| JoinError::Listen { addr: config.bind, source };
     let listener = listener.map_err(listen)?;
     let mesh_addr = listener.local_addr().map_err(listen)?;
-    let mut port = UdpPort::bind(SocketAddr::new(config.bind, 0), &config.udp)?;
+    let port = UdpPort::bind(SocketAddr::new(config.bind, 0), &config.udp)?;
     let (rank, world) = (Rank(config.rank), config.world);
     let request = JoinRequest {
         job: config.job.clone(),
@@ -159,11 +169,12 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         attach: config.attach,
         machine: (config.attach != Attach::Udp).then(sumac_hal::shm::machine).flatten(),
     };
-    let lost = Arc::new(super::core::Lost::new(port.waker()));
+    let lost = Arc::new(super::lost::Lost::new(port.waker()));
     let watch = Arc::clone(&lost);
     let (session, membership) =
         Session::join(config.controller, request, config.join_timeout, move |rank| watch.set(rank))?;
     let place = Place::new(rank, world).map_err(|error| JoinError::Membership(error.to_string()))?;
+    let ranks_here = membership.mesh.iter().filter(|addr| addr.ip() == mesh_addr.ip()).count();
     let mesh = Mesh::new(place, JobToken(membership.mesh_token), listener, membership.mesh)?;
     let situation = Situation {
         ranks: world,
@@ -180,16 +191,15 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
                 return Err(JoinError::Membership(format!("a tree with leaf {:?} but no way to it", tree.leaf)));
             }
             config.host = config.host.or_else(|| tree.host.clone());
-            // First listen, then say so: contributions do.
-            let shared_key = tree
-                .shared
-                .filter(|shared| listen_to(&mut port, shared.addr, tree.parents.len()))
-                .map(|shared| shared.key);
-            if tree.shared.is_some() && shared_key.is_none() {
-                tracing::info!(job = config.job, %rank, "can't listen to the shared address: results come one by one");
-            }
-            let endpoint = tree.endpoint((rank, world), shared_key, table_version);
-            Some(TreeDriver::new(Endpoint::new(endpoint), port))
+            Some(match seating(&tree, (rank, world), ranks_here, table_version) {
+                Some(seating) => {
+                    let driver = ReferenceDriver::attach(&seating);
+                    let driver = driver.map_err(|reason| JoinError::Attach { device: seating.device, reason })?;
+                    lost.attach(driver.waker());
+                    Tree::Reference(Box::new(driver))
+                }
+                None => by_packets(&config, &tree, port, table_version),
+            })
         }
         Err(why) => {
             if world > 1 {
@@ -199,6 +209,19 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         }
     };
     Ok(Core::new(config, situation, tree, mesh, session, lost))
+}
+
+/// Put an endpoint on the data port.
+fn by_packets(config: &JoinConfig, tree: &TreeMembership, mut port: UdpPort, table_version: u32) -> Tree {
+    let (rank, world) = (Rank(config.rank), config.world);
+    // First listen, then say so: contributions do.
+    let shared_key =
+        tree.shared.filter(|shared| listen_to(&mut port, shared.addr, tree.parents.len())).map(|shared| shared.key);
+    if tree.shared.is_some() && shared_key.is_none() {
+        tracing::info!(job = config.job, %rank, "can't listen to the shared address: results come one by one");
+    }
+    let endpoint = tree.endpoint((rank, world), shared_key, table_version);
+    Tree::Packets(Box::new(TreeDriver::new(Endpoint::new(endpoint), port)))
 }
 
 /// Listen to the shared address of each of the leaf's shards, the first at `first`; false, and to none, if that can't be.

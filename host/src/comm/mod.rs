@@ -31,6 +31,13 @@
 //! | scatter | n at the root, else 0 | own block | as reduce-scatter at the root, else the own block |
 //! | all-to-all | n | N own blocks | n, in equal blocks |
 //!
+//! # Memory
+//!
+//! A rank that shares memory with its leaf device contributes by reference: the device's engine fetches from
+//! [`Communicator::alloc`]ed buffers and writes results back there. Slices of any other memory go through a buffer in
+//! between, which costs two copies; [`Outcome::transfer`] says which it was. Such a buffer may outlive the communicator.
+//! No call returns while the device could still write to what it was given, whatever it returns.
+//!
 //! # Progress
 //!
 //! Started operations ([`Communicator::start_all_reduce`]) own their buffer until they are waited for, so that a
@@ -45,22 +52,26 @@ mod error;
 mod extent;
 mod handle;
 mod join;
+mod lost;
 mod messages;
 mod progress;
 mod split;
 mod start;
+mod tree;
 
 pub use crate::exec::Buffers;
+pub use crate::reference::{Buffer, Transfer};
 pub use bucket::BUCKET_BYTES;
 pub use cart::Cart;
-pub use element::Element;
+pub use element::{Element, Held};
 pub use error::Error;
 pub use handle::Handle;
 pub use join::{DEFAULT_PORT, JoinConfig, JoinError};
 pub use messages::MessageHandle;
 pub use split::SplitError;
 
-use self::core::{Core, Lost};
+use self::core::Core;
+use self::lost::Lost;
 use crate::choice::{Algo, Explanation};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -83,10 +94,12 @@ pub struct CallOptions {
 pub struct Outcome {
     /// The path taken.
     pub path: Path,
+    /// How the bytes got to the leaf device and back; `None` for what went past it.
+    pub transfer: Option<Transfer>,
     /// Why not the tree, if the choice was open and the tree not possible.
     pub fallback: Option<String>,
-    /// Bytes that this rank sent meanwhile, headers of the data plane included; operations in flight together
-    /// count each other's.
+    /// Bytes that this rank sent meanwhile, headers of the data plane included, or that its leaf device fetched from its
+    /// memory; operations in flight together count each other's.
     pub wire_bytes: u64,
     /// Contributions that this rank sent again meanwhile.
     pub retransmits: u64,
@@ -138,6 +151,16 @@ impl Communicator {
     /// Say which path an operation would take, what each would cost, or why it is not possible.
     pub fn explain(&self, desc: &OpDesc, algo: Algo) -> Explanation {
         self.lock().explain(desc, &CallOptions { algo: Some(algo), ..CallOptions::default() })
+    }
+
+    /// Return zeroed memory for operations. Where this rank shares memory with its leaf device, the device reads and
+    /// writes it by itself, and nothing is copied on the way; any part of it may be passed to a call. Elsewhere it is
+    /// ordinary memory, so that the program is the same.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] if the system or the device has no room; it changes nothing, and other memory can be used.
+    pub fn alloc<T: Element>(&self, len: usize) -> Result<Buffer<T>, Error> {
+        self.lock().alloc(len)
     }
 
     /// Leave the job in good order.

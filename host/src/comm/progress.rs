@@ -3,19 +3,21 @@
 //! Progress is made by whoever calls: `wait`, `test` and blocking calls drive the tree's endpoint; a schedule runs
 //! when it is waited for, and drives the endpoint meanwhile.
 
-use super::core::{Core, InTree, Lost};
+use super::core::{Core, InTree};
 use super::error::Error;
 use super::extent::Extent;
+use super::lost::Lost;
+use super::tree::Tree;
 use crate::coll::{ALGORITHMS, Problem, Schedule, pairwise};
 use crate::endpoint::{self, EndpointError, Event, OpId};
-use crate::exec::{Buffers, Context, ExecError, Interrupt, Mesh, TreeDriver, execute};
+use crate::exec::{Buffers, Context, ExecError, Interrupt, Mesh, execute};
+use crate::reference::Transfer;
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, OpDesc, Path};
 use sumac_hal::reduce::Kernel;
-use sumac_hal::udp::UdpPort;
 
 /// When a call has to end, and how long it was given.
 pub(super) type Deadline = (Instant, Duration);
@@ -56,9 +58,11 @@ impl Core {
         extent: &Extent,
         buffers: &mut Buffers<'_>,
         deadline: Deadline,
-    ) -> Result<(), Error> {
+    ) -> Result<Option<Transfer>, Error> {
         extent.keep_own(&desc, buffers);
-        let Some(op) = self.post(&desc, Path::Tree)? else { return Ok(()) };
+        let Some((op, transfer)) = self.post(&desc, Path::Tree, Some((extent, &mut *buffers)))? else {
+            return Ok(None);
+        };
         while op.0 >= self.completed_below {
             let lent = Lent { op, extent, buffers: &mut *buffers };
             self.step(Some(lent), deadline).map_err(|error| match error {
@@ -66,7 +70,7 @@ impl Core {
                 other => other,
             })?;
         }
-        Ok(())
+        Ok(Some(transfer))
     }
 
     /// Drive the tree once and wait for the next packet.
@@ -104,7 +108,7 @@ impl Core {
     }
 
     fn tree_error(&self) -> Option<Error> {
-        self.tree.as_ref().and_then(|tree| tree.endpoint().error()).map(Error::from)
+        self.tree.as_ref().and_then(|tree| tree.error().map(|error| tree.named(error)))
     }
 
     /// Drive the tree without waiting; returns when it wants to be driven again.
@@ -112,7 +116,7 @@ impl Core {
         let tree = self.tree.as_mut()?;
         let mut buffers = InFlight { owned: &mut self.owned, lent };
         let next = tree.pump(&mut buffers);
-        while let Some(event) = tree.endpoint_mut().poll_event() {
+        while let Some(event) = tree.poll_event() {
             if let Event::Completed(op) = event {
                 self.completed_below = op.0 + 1;
             }
@@ -120,18 +124,22 @@ impl Core {
         next
     }
 
-    /// Post an operation in the tree, which runs there or is told what runs elsewhere.
-    pub(super) fn post(&mut self, desc: &OpDesc, path: Path) -> Result<Option<OpId>, Error> {
-        let Some(tree) = &mut self.tree else { return Ok(None) };
-        Ok(Some(tree.endpoint_mut().post(*desc, path)?))
+    /// Post an operation in the tree: with its buffers if it runs there, else the tree is told what runs elsewhere.
+    pub(super) fn post(
+        &mut self,
+        desc: &OpDesc,
+        path: Path,
+        buffers: Option<(&Extent, &mut Buffers<'_>)>,
+    ) -> Result<Option<(OpId, Transfer)>, Error> {
+        self.tree.as_mut().map(|tree| tree.post(desc, path, buffers)).transpose()
     }
 
     /// Tell the tree what this rank calls by a schedule, so that ranks which call different things find out. A tree
     /// that is lost can't be told, and a schedule does not need it.
     pub(super) fn tell_tree(&mut self, desc: &OpDesc, path: Path) -> Result<Option<OpId>, Error> {
-        match self.post(desc, path) {
-            Err(Error::PathLost | Error::GroupLost) => Ok(None),
-            other => other,
+        match self.post(desc, path, None) {
+            Err(error) if error.is_loss_of_tree() => Ok(None),
+            posted => Ok(posted?.map(|(op, _)| op)),
         }
     }
 
@@ -177,7 +185,7 @@ impl Core {
         let result = told.and_then(|()| execute(mesh, schedule, kernel.as_ref(), buffers, &ctx, &mut along));
         let mismatch = along.mismatch;
         match (result, mismatch) {
-            (Err(_), Some(error)) => Err(error.into()),
+            (Err(_), Some(error)) => Err(Error::in_tree(error, "the leaf")),
             (Err(_), None) if self.lost.is_cancelled() => Err(Error::Cancelled),
             (result, _) => Ok(result?),
         }
@@ -218,9 +226,9 @@ impl Core {
     }
 }
 
-/// The tree's endpoint, driven from within a schedule's poll loop.
+/// The rank's end of the tree, driven from within a schedule's poll loop.
 pub(super) struct Along<'c> {
-    tree: Option<&'c mut TreeDriver<UdpPort>>,
+    tree: Option<&'c mut Tree>,
     owned: &'c mut BTreeMap<OpId, InTree>,
     completed_below: &'c mut u64,
     rank: Rank,
@@ -234,7 +242,7 @@ pub(super) struct Along<'c> {
 
 impl Interrupt for Along<'_> {
     fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.tree.as_ref().map(|tree| tree.port().poll_fd())
+        self.tree.as_ref().and_then(|tree| tree.poll_fd())
     }
 
     fn check(&mut self) -> Result<(), ExecError> {
@@ -249,8 +257,8 @@ impl Interrupt for Along<'_> {
         }
         let Some(tree) = &mut self.tree else { return Ok(()) };
         let next = tree.pump(&mut InFlight { owned: &mut *self.owned, lent: None });
-        self.wake_at = next.map(|next| Instant::now() + next);
-        while let Some(event) = tree.endpoint_mut().poll_event() {
+        self.wake_at = tree.look_after(next).map(|next| Instant::now() + next);
+        while let Some(event) = tree.poll_event() {
             match event {
                 Event::Completed(op) => *self.completed_below = op.0 + 1,
                 Event::Failed(error @ EndpointError::Mismatch { .. }) => {

@@ -1,19 +1,19 @@
-//! Collectives that are started and waited for later. Buffers are the communicator's until then, so that a handle may
+//! Collectives that are started and waited for later, in a [`Vec`] or a [`Buffer`](super::Buffer). Buffers are the communicator's until then, so that a handle may
 //! be forgotten; what comes back is the buffer with the result.
 
 use super::calls::{check, elements};
 use super::core::Owned;
-use super::{CallOptions, Communicator, Element, Error, Handle};
+use super::{CallOptions, Communicator, Element, Error, Handle, Held};
 use std::sync::Arc;
 use sumac_hal::ids::Rank;
-use sumac_hal::op::{OpDesc, ReduceOp};
+use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 
 impl Communicator {
     /// Start an all-reduce of `buffer`, which [`Handle::wait`] gives back.
     ///
     /// # Errors
     /// [`Error`]; the buffer is gone then.
-    pub fn start_all_reduce<T: Element>(&self, buffer: Vec<T>, op: ReduceOp) -> Result<Handle<T>, Error> {
+    pub fn start_all_reduce<B: Held>(&self, buffer: B, op: ReduceOp) -> Result<Handle<B>, Error> {
         self.start_all_reduce_with(buffer, op, &CallOptions::default())
     }
 
@@ -21,13 +21,13 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error`]; the buffer is gone then.
-    pub fn start_all_reduce_with<T: Element>(
+    pub fn start_all_reduce_with<B: Held>(
         &self,
-        buffer: Vec<T>,
+        buffer: B,
         op: ReduceOp,
         options: &CallOptions,
-    ) -> Result<Handle<T>, Error> {
-        let desc = OpDesc::all_reduce(T::DTYPE, op, elements(&buffer, Some(op))?);
+    ) -> Result<Handle<B>, Error> {
+        let desc = OpDesc::all_reduce(dtype::<B>(), op, elements(buffer.values(), Some(op))?);
         self.start(desc, buffer, None, options)
     }
 
@@ -35,8 +35,8 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error`]; the buffer is gone then.
-    pub fn start_reduce<T: Element>(&self, buffer: Vec<T>, op: ReduceOp, root: u32) -> Result<Handle<T>, Error> {
-        let desc = OpDesc::reduce(T::DTYPE, op, Rank(root), elements(&buffer, Some(op))?);
+    pub fn start_reduce<B: Held>(&self, buffer: B, op: ReduceOp, root: u32) -> Result<Handle<B>, Error> {
+        let desc = OpDesc::reduce(dtype::<B>(), op, Rank(root), elements(buffer.values(), Some(op))?);
         self.start(desc, buffer, None, &CallOptions::default())
     }
 
@@ -44,8 +44,8 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error`]; the buffer is gone then.
-    pub fn start_broadcast<T: Element>(&self, buffer: Vec<T>, root: u32) -> Result<Handle<T>, Error> {
-        let desc = OpDesc::broadcast(T::DTYPE, Rank(root), elements(&buffer, None)?);
+    pub fn start_broadcast<B: Held>(&self, buffer: B, root: u32) -> Result<Handle<B>, Error> {
+        let desc = OpDesc::broadcast(dtype::<B>(), Rank(root), elements(buffer.values(), None)?);
         self.start(desc, buffer, None, &CallOptions::default())
     }
 
@@ -53,13 +53,14 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error`]; the buffer is gone then.
-    pub fn start_reduce_scatter<T: Element>(&self, input: Vec<T>, op: ReduceOp) -> Result<Handle<T>, Error> {
+    pub fn start_reduce_scatter<B: Held>(&self, input: B, op: ReduceOp) -> Result<Handle<B>, Error> {
         let ranks = self.size() as usize;
-        if !input.len().is_multiple_of(ranks) {
-            return Err(Error::Argument(format!("{} elements are not {ranks} equal blocks", input.len())));
+        let len = input.values().len();
+        if !len.is_multiple_of(ranks) {
+            return Err(Error::Argument(format!("{len} elements are not {ranks} equal blocks")));
         }
-        let output = vec![T::zeroed(); input.len() / ranks];
-        let desc = OpDesc::reduce_scatter(T::DTYPE, op, elements(&input, Some(op))?);
+        let output = B::zeroed(self, len / ranks)?;
+        let desc = OpDesc::reduce_scatter(dtype::<B>(), op, elements(input.values(), Some(op))?);
         self.start(desc, input, Some(output), &CallOptions::default())
     }
 
@@ -67,24 +68,29 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error`]; the buffer is gone then.
-    pub fn start_all_gather<T: Element>(&self, input: Vec<T>) -> Result<Handle<T>, Error> {
-        let len = input.len().checked_mul(self.size() as usize);
-        let len = len.ok_or_else(|| Error::Argument(format!("{} blocks of {}", self.size(), input.len())))?;
-        let output = vec![T::zeroed(); len];
-        let desc = OpDesc::all_gather(T::DTYPE, elements(&output, None)?);
+    pub fn start_all_gather<B: Held>(&self, input: B) -> Result<Handle<B>, Error> {
+        let block = input.values().len();
+        let len = block.checked_mul(self.size() as usize);
+        let len = len.ok_or_else(|| Error::Argument(format!("{} blocks of {block}", self.size())))?;
+        let output = B::zeroed(self, len)?;
+        let desc = OpDesc::all_gather(dtype::<B>(), elements(output.values(), None)?);
         self.start(desc, input, Some(output), &CallOptions::default())
     }
 
-    fn start<T: Element>(
+    fn start<B: Held>(
         &self,
         desc: OpDesc,
-        memory: Vec<T>,
-        output: Option<Vec<T>>,
+        memory: B,
+        output: Option<B>,
         options: &CallOptions,
-    ) -> Result<Handle<T>, Error> {
+    ) -> Result<Handle<B>, Error> {
         check(&desc)?;
         let output = output.map(|output| Box::new(output) as _);
         let id = self.lock().start(desc, Owned { memory: Box::new(memory), output }, options)?;
         Ok(Handle::new(Arc::clone(&self.core), id))
     }
+}
+
+const fn dtype<B: Held>() -> Dtype {
+    B::Element::DTYPE
 }

@@ -266,7 +266,7 @@ fn by_reference_is_decided_leaf_by_leaf() {
         for tree in ranks.iter().map(tree) {
             let by_reference = if all { 4 } else { 2 };
             assert_eq!((tree.facts.levels, tree.facts.ranks_by_reference), (2, by_reference));
-            assert_eq!(tree.window_max == 16, all);
+            assert!(tree.window_max > 16, "packets go between the devices");
         }
     }
 }

@@ -19,10 +19,12 @@ mod receive;
 mod tests;
 
 pub use ops::{Buffers, OpId};
+pub(crate) use ops::{MAX_OPS, Op, Ops, Part, Seat};
 
-use crate::endpoint::ops::{Op, Ops, Seat};
+use crate::reference::Breach;
 use std::collections::VecDeque;
 use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
+use sumac_hal::mmio::EntryStatus;
 use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::port::Addr;
 use sumac_hal::shard::{RUN, Shard};
@@ -87,6 +89,20 @@ pub enum EndpointError {
     /// The device has no such group.
     #[error("the device no longer knows the group: it restarted, or the lease ran out")]
     GroupLost,
+    /// The device refused a contribution by reference.
+    #[error("the device refused the contribution to {chunk} by reference: {status:?}")]
+    Device {
+        /// What it said.
+        status: EntryStatus,
+        /// The chunk.
+        chunk: ChunkNo,
+    },
+    /// The device that memory is shared with is gone.
+    #[error("the device that reads and writes this rank's memory is gone")]
+    DeviceLost,
+    /// What the device answered by reference makes no sense.
+    #[error("the device has broken the protocol: {0}")]
+    Broken(#[from] Breach),
 }
 
 /// Why an operation can't be posted.

@@ -25,7 +25,7 @@ use std::ops::Range;
 use sumac_hal::op::{Collective, OpDesc};
 
 /// The most operations in flight in one group.
-const MAX_OPS: usize = 1024;
+pub(crate) const MAX_OPS: usize = 1024;
 
 /// One operation of one endpoint, in the order of posting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -46,37 +46,37 @@ pub trait Buffers {
 
 /// What a rank has to do with one chunk, in bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub(super) struct Part {
+pub(crate) struct Part {
     /// What it contributes: a range of the input.
-    pub(super) gives: Option<Range<usize>>,
+    pub(crate) gives: Option<Range<usize>>,
     /// What it receives.
-    pub(super) takes: Option<Landing>,
+    pub(crate) takes: Option<Landing>,
 }
 
 /// Where a chunk's result goes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Landing {
+pub(crate) struct Landing {
     /// The length of the whole result in bytes.
-    pub(super) result_len: usize,
+    pub(crate) result_len: usize,
     /// The part of it that this rank owns.
-    pub(super) part: Range<usize>,
+    pub(crate) part: Range<usize>,
     /// Its place in the output.
-    pub(super) at: usize,
+    pub(crate) at: usize,
 }
 
 /// A rank among those of its group, as far as blocks and roots are concerned.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Seat {
-    pub(super) rank: u32,
-    pub(super) ranks: u32,
+pub(crate) struct Seat {
+    pub(crate) rank: u32,
+    pub(crate) ranks: u32,
 }
 
 /// One posted operation.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Op {
-    pub(super) id: OpId,
-    pub(super) desc: OpDesc,
-    pub(super) signature: u32,
+pub(crate) struct Op {
+    pub(crate) id: OpId,
+    pub(crate) desc: OpDesc,
+    pub(crate) signature: u32,
     seat: Seat,
     /// Its seqs.
     first: u64,
@@ -88,12 +88,17 @@ pub(super) struct Op {
 
 impl Op {
     /// Return the seq after its last.
-    pub(super) const fn end(&self) -> u64 {
+    pub(crate) const fn end(&self) -> u64 {
         self.end
     }
 
+    /// Return the bytes of a chunk that is not the last of its block, as they lie in buffers; 0 if none are moved.
+    pub(crate) fn full_chunk_bytes(&self) -> usize {
+        self.element_bytes().map_or(0, |element| self.chunk_elements as usize * element)
+    }
+
     /// Return what this rank has to do with chunk `seq`.
-    pub(super) fn part(&self, seq: u64) -> Part {
+    pub(crate) fn part(&self, seq: u64) -> Part {
         let Some(element) = self.element_bytes() else { return Part::default() };
         let Seat { rank, ranks } = self.seat;
         let (owner, chunk) = self.chunk(seq - self.first);
@@ -164,7 +169,7 @@ fn chunks_before(count: u64, blocks: u32, chunk_elements: u64, block: u32) -> u6
 
 /// The operations in flight.
 #[derive(Debug)]
-pub(super) struct Ops {
+pub(crate) struct Ops {
     queue: VecDeque<Op>,
     completed: VecDeque<OpId>,
     next_id: u64,
@@ -175,7 +180,7 @@ pub(super) struct Ops {
 }
 
 impl Ops {
-    pub(super) fn new(chunk_len_bytes: usize, seat: Seat) -> Self {
+    pub(crate) fn new(chunk_len_bytes: usize, seat: Seat) -> Self {
         Self {
             queue: VecDeque::with_capacity(MAX_OPS),
             completed: VecDeque::with_capacity(MAX_OPS),
@@ -187,7 +192,7 @@ impl Ops {
     }
 
     /// Take in an operation; `offloaded` if its data goes through the tree.
-    pub(super) fn post(&mut self, desc: OpDesc, signature: u32, offloaded: bool) -> Result<OpId, PostError> {
+    pub(crate) fn post(&mut self, desc: OpDesc, signature: u32, offloaded: bool) -> Result<OpId, PostError> {
         if self.queue.len() + self.completed.len() >= MAX_OPS {
             return Err(PostError::TooMany { limit: MAX_OPS });
         }
@@ -214,18 +219,18 @@ impl Ops {
     }
 
     /// Return the seq after the last posted.
-    pub(super) const fn end(&self) -> u64 {
+    pub(crate) const fn end(&self) -> u64 {
         self.end
     }
 
     /// Return the operation in flight that `seq` belongs to.
-    pub(super) fn of_seq(&self, seq: u64) -> Option<Op> {
+    pub(crate) fn of_seq(&self, seq: u64) -> Option<Op> {
         let index = self.queue.partition_point(|op| op.end <= seq);
         self.queue.get(index).filter(|op| op.first <= seq).copied()
     }
 
     /// Note that a chunk's result has landed, once a chunk; operations complete when all theirs have.
-    pub(super) fn landed(&mut self, seq: u64) {
+    pub(crate) fn landed(&mut self, seq: u64) {
         let index = self.queue.partition_point(|op| op.end <= seq);
         if let Some(op) = self.queue.get_mut(index) {
             op.landed += 1;
@@ -242,7 +247,7 @@ impl Ops {
         }
     }
 
-    pub(super) fn pop_completed(&mut self) -> Option<OpId> {
+    pub(crate) fn pop_completed(&mut self) -> Option<OpId> {
         self.completed.pop_front()
     }
 }

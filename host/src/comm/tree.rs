@@ -1,0 +1,155 @@
+//! A rank's way into the tree: by packets, or by reference over memory that it shares with its leaf device.
+
+use super::error::Error;
+use super::extent::Extent;
+use crate::controller::proto::TreeMembership;
+use crate::endpoint::{self, EndpointError, EndpointStats, Event, OpId};
+use crate::exec::{Buffers, TreeDriver};
+use crate::reference::{Places, ReferenceDriver, Seating, Transfer};
+use std::os::fd::BorrowedFd;
+use std::time::Duration;
+use sumac_hal::ids::Rank;
+use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::udp::UdpPort;
+
+/// How often a schedule looks at a tree by reference: its doorbell is nothing that can be polled.
+const LOOK_EVERY: Duration = Duration::from_millis(2);
+
+/// The rank's end of the tree.
+#[derive(Debug)]
+pub(super) enum Tree {
+    Packets(Box<TreeDriver<UdpPort>>),
+    Reference(Box<ReferenceDriver>),
+}
+
+impl Tree {
+    /// Post an operation; with buffers if it runs in the tree, without if it only tells the tree what runs elsewhere.
+    pub(super) fn post(
+        &mut self,
+        desc: &OpDesc,
+        path: Path,
+        buffers: Option<(&Extent, &mut Buffers<'_>)>,
+    ) -> Result<(OpId, Transfer), Error> {
+        match self {
+            Self::Packets(driver) => match driver.endpoint_mut().post(*desc, path) {
+                Ok(op) => Ok((op, Transfer::Packets)),
+                Err(error) => Err(self.refused(error)),
+            },
+            Self::Reference(driver) => {
+                let (mut places, mut lens) = (Places::default(), (0, 0));
+                if let Some((extent, buffers)) = buffers {
+                    let input = extent.input(buffers);
+                    (places.input, lens.0) = (driver.place(input), input.len());
+                    let output = extent.output(buffers);
+                    (places.output, lens.1) = (driver.place(output), output.len());
+                }
+                match driver.post(*desc, path, places) {
+                    Ok(op) => Ok((op, ReferenceDriver::transfer(&places, lens.0, lens.1))),
+                    Err(error) => Err(self.refused(error)),
+                }
+            }
+        }
+    }
+
+    fn refused(&self, error: endpoint::PostError) -> Error {
+        match error {
+            endpoint::PostError::Failed(error) => self.named(error),
+            endpoint::PostError::TooMany { .. } => Error::Argument(error.to_string()),
+        }
+    }
+
+    /// Do what can be done without waiting.
+    pub(super) fn pump(&mut self, buffers: &mut impl endpoint::Buffers) -> Option<Duration> {
+        match self {
+            Self::Packets(driver) => driver.pump(buffers),
+            Self::Reference(driver) => driver.pump(buffers),
+        }
+    }
+
+    pub(super) fn poll_event(&mut self) -> Option<Event> {
+        match self {
+            Self::Packets(driver) => driver.endpoint_mut().poll_event(),
+            Self::Reference(driver) => driver.poll_event(),
+        }
+    }
+
+    /// Sleep until there is something to do, or `timeout` has passed; it may return earlier.
+    pub(super) fn wait(&mut self, timeout: Option<Duration>) {
+        match self {
+            Self::Packets(driver) => driver.wait(timeout),
+            Self::Reference(driver) => driver.wait(timeout),
+        }
+    }
+
+    pub(super) fn error(&self) -> Option<EndpointError> {
+        match self {
+            Self::Packets(driver) => driver.endpoint().error(),
+            Self::Reference(driver) => driver.error(),
+        }
+    }
+
+    pub(super) fn stats(&self) -> EndpointStats {
+        match self {
+            Self::Packets(driver) => *driver.endpoint().stats(),
+            Self::Reference(driver) => *driver.stats(),
+        }
+    }
+
+    /// Return what a schedule can poll beside its own sockets.
+    pub(super) fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Self::Packets(driver) => Some(driver.port().poll_fd()),
+            Self::Reference(_) => None,
+        }
+    }
+
+    /// Return when a schedule has to look again, where `next` is what [`Tree::pump`] said.
+    pub(super) fn look_after(&self, next: Option<Duration>) -> Option<Duration> {
+        match self {
+            Self::Packets(_) => next,
+            Self::Reference(_) => Some(next.map_or(LOOK_EVERY, |next| next.min(LOOK_EVERY))),
+        }
+    }
+
+    /// No operation that is in flight may touch its buffers any more.
+    pub(super) fn retire(&mut self) {
+        match self {
+            // What is in packets is copied by this side alone.
+            Self::Packets(_) => {}
+            Self::Reference(driver) => driver.retire(),
+        }
+    }
+
+    /// Say what the end of the group is to a caller.
+    pub(super) fn named(&self, error: EndpointError) -> Error {
+        let device = match self {
+            Self::Packets(_) => "the leaf",
+            Self::Reference(driver) => driver.device(),
+        };
+        Error::in_tree(error, device)
+    }
+}
+
+/// Describe a rank's place at its leaf; `None` if it contributes by packets.
+pub(super) fn seating(
+    tree: &TreeMembership,
+    (rank, ranks): (Rank, u32),
+    ranks_here: usize,
+    table_version: u32,
+) -> Option<Seating> {
+    let bus = tree.bus.as_ref()?;
+    Some(Seating {
+        device: tree.leaf.clone(),
+        socket: bus.socket.as_str().into(),
+        group: tree.group,
+        epoch: tree.epoch,
+        child: tree.child,
+        key: tree.key,
+        rank,
+        ranks,
+        ranks_here,
+        chunk_len_bytes: tree.chunk_len_bytes,
+        window_max: tree.window_max,
+        table_version,
+    })
+}

@@ -1,0 +1,390 @@
+//! An endpoint by reference on its device: rings, registered memory and the bounce buffer.
+//!
+//! The device wakes this side when it has put completions into a ring. A dead one wakes nobody, so a sleep is cut into
+//! slices, and between them the connection is looked at.
+
+use super::Transfer;
+use super::attach::{Attached, Redo, Seating};
+use super::endpoint::{BounceConfig, Places, ReferenceConfig, ReferenceEndpoint};
+use super::error::{AttachError, Breach, RegisterError};
+use super::memory::{Buffer, Registry};
+use super::queue::{Admin, Answered, Ends, Purpose, Waker};
+use super::retire::Life;
+use crate::endpoint::{Buffers, EndpointError, EndpointStats, Event, OpId, PostError};
+use std::time::{Duration, Instant};
+use sumac_hal::dma::{Address, RegionKey};
+use sumac_hal::mmio::{
+    AdminCommand, COMPLETION_WORDS, DeviceStatus, EntryStatus, HostControl, SUBMISSION_WORDS, SubmissionEntry,
+};
+use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::ring::Patience;
+use sumac_hal::shm::{Connection, Function, Message, Pages, Region, SocketError, Waiter};
+
+/// How long to sleep before the connection is looked at.
+const SLICE: Duration = Duration::from_millis(20);
+
+/// How long a device may take to register memory: it maps it, and may touch every page.
+const REGISTER_LIMIT: Duration = Duration::from_secs(10);
+
+/// So many chunks come soon enough to be looked for; for more, a wait sleeps at once.
+const FEW_CHUNKS: u64 = 3;
+
+/// Entries that are submitted or taken in at a time.
+const BATCH: usize = 32;
+
+/// The most memory of a bounce buffer.
+const BOUNCE_MAX_BYTES: usize = 4 << 20;
+
+/// The fewest chunks of one: two runs, so that one is copied while the other is under way.
+const BOUNCE_CHUNKS: usize = 32;
+
+/// A rank's side of one group by reference, on its device.
+#[derive(Debug)]
+pub struct ReferenceDriver {
+    pub(super) device: String,
+    pub(super) endpoint: ReferenceEndpoint,
+    pub(super) config: ReferenceConfig,
+    pub(super) connection: Connection,
+    function: Function,
+    admin: Admin,
+    data: Ends,
+    pub(super) registry: Registry,
+    bounce: Region,
+    pub(super) redo: Redo,
+    waiter: Waiter,
+    waker: Waker,
+    looked: Instant,
+    /// The connection has hung up.
+    pub(super) gone: bool,
+    pub(super) is_retired: bool,
+    next_handle: u64,
+    pub(super) life: Life,
+}
+
+impl ReferenceDriver {
+    /// Attach to the leaf device.
+    ///
+    /// # Errors
+    /// [`AttachError`].
+    pub fn attach(seating: &Seating) -> Result<Self, AttachError> {
+        Self::with_life(seating, Life::PROCESS)
+    }
+
+    /// The same, where the device is perhaps no process of its own.
+    pub(super) fn with_life(seating: &Seating, life: Life) -> Result<Self, AttachError> {
+        let Attached { connection, function, identity, admin, mut data, redo } = Attached::open(seating)?;
+        let chunk = usize::from(seating.chunk_len_bytes).next_multiple_of(64);
+        let chunks = usize::from(seating.window_max).max(BOUNCE_CHUNKS);
+        let alignment = identity.dma.alignment_bytes.max(64) as usize;
+        let len_bytes = (chunks * chunk).min(BOUNCE_MAX_BYTES).max(2 * chunk.next_multiple_of(alignment));
+        let len_bytes = len_bytes.next_multiple_of(alignment);
+        let bounce = Region::create(len_bytes, Pages::Normal)?;
+        // One place is left for the word of which operations differ.
+        let in_flight_max = data.completions.capacity() - 1;
+        let config = ReferenceConfig {
+            group: seating.group,
+            epoch: seating.epoch,
+            rank: seating.rank,
+            ranks: seating.ranks,
+            chunk_len_bytes: seating.chunk_len_bytes,
+            window_max: seating.window_max,
+            table_version: seating.table_version,
+            in_flight_max,
+            alignment_bytes: identity.dma.alignment_bytes,
+            bounce: BounceConfig { region: RegionKey::default(), len_bytes: len_bytes as u64 },
+        };
+        debug_assert!(!data.has_news(), "a fresh ring is empty");
+        let mut driver = Self {
+            device: seating.device.clone(),
+            endpoint: ReferenceEndpoint::new(config.clone()),
+            config,
+            connection,
+            function,
+            admin: Admin::new(admin),
+            waker: Waker::new(data.queue.clone()),
+            data,
+            registry: Registry::default(),
+            bounce,
+            redo,
+            // The ranks, the device, and the device's engine.
+            waiter: Waiter::new(Patience::for_this_machine(seating.ranks_here + 2)),
+            looked: Instant::now(),
+            gone: false,
+            is_retired: false,
+            next_handle: 1,
+            life,
+        };
+        let failed = |reason| AttachError::Bounce { len_bytes: len_bytes as u64, reason };
+        hand_over(&driver.connection, 0, &driver.bounce).map_err(failed)?;
+        driver.config.bounce.region = driver.register(0, len_bytes).map_err(failed)?;
+        driver.endpoint = ReferenceEndpoint::new(driver.config.clone());
+        Ok(driver)
+    }
+
+    /// Return the device's name.
+    pub fn device(&self) -> &str {
+        &self.device
+    }
+
+    /// Return zeroed memory that the device reaches.
+    ///
+    /// # Errors
+    /// [`RegisterError`]; nothing else has changed.
+    pub fn alloc<T: bytemuck::Pod>(&mut self, len: usize) -> Result<Buffer<T>, RegisterError> {
+        let len_bytes = len.saturating_mul(size_of::<T>());
+        if len_bytes == 0 {
+            return Ok(Buffer::plain(len));
+        }
+        let region = Region::create(len_bytes, Pages::Normal)?;
+        let handle = self.next_handle;
+        self.next_handle += 1;
+        hand_over(&self.connection, handle, &region)?;
+        let registered = self.register(handle, len_bytes);
+        match registered {
+            Err(RegisterError::Broken(breach)) => self.endpoint.fail(breach.into()),
+            Err(RegisterError::Gone) => self.endpoint.fail(EndpointError::DeviceLost),
+            _ => {}
+        }
+        let key = registered?;
+        Ok(self.registry.insert(region, key, len))
+    }
+
+    /// Post an operation with these buffers, which are as long as the operation needs and stay where they are until it
+    /// is complete or the group is retired ([`ReferenceDriver::retire`]).
+    ///
+    /// # Errors
+    /// [`PostError`] if the group has failed or too much is in flight.
+    pub fn post(&mut self, desc: OpDesc, path: Path, places: Places) -> Result<OpId, PostError> {
+        self.endpoint.post(desc, path, places)
+    }
+
+    /// Return where a slice lies in registered memory.
+    pub fn place(&self, bytes: &[u8]) -> Option<Address> {
+        self.registry.find(bytes)
+    }
+
+    /// Return the way of an operation whose buffers are `input_len` and `output_len` bytes long and lie at `places`.
+    pub const fn transfer(places: &Places, input_len: usize, output_len: usize) -> Transfer {
+        let bounces = input_len > 0 && places.input.is_none() || output_len > 0 && places.output.is_none();
+        if bounces { Transfer::Bounced } else { Transfer::Registered }
+    }
+
+    /// Return how many buffers the device has not let go of.
+    #[cfg(test)]
+    pub(super) fn registered(&self) -> usize {
+        self.registry.len()
+    }
+
+    /// Do what can be done without waiting: take in answers, submit what may be. Returns zero if there is more at once,
+    /// `None` if only the device can bring it on.
+    pub fn pump(&mut self, buffers: &mut impl Buffers) -> Option<Duration> {
+        if self.is_retired {
+            return None;
+        }
+        if let Err(breach) = self.keep_house() {
+            self.endpoint.fail(breach.into());
+        }
+        let is_more = self.collect(buffers);
+        if self.gone && !is_more {
+            self.endpoint.fail(EndpointError::DeviceLost);
+        }
+        if let Err(breach) = self.submit(buffers) {
+            self.endpoint.fail(breach.into());
+        }
+        is_more.then_some(Duration::ZERO)
+    }
+
+    /// Return the next event.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        self.endpoint.poll_event()
+    }
+
+    /// Return why the group is at its end, if it is.
+    pub const fn error(&self) -> Option<EndpointError> {
+        self.endpoint.error()
+    }
+
+    /// Return what was counted.
+    pub const fn stats(&self) -> &EndpointStats {
+        self.endpoint.stats()
+    }
+
+    /// Return what wakes a wait, from any thread.
+    pub fn waker(&self) -> Waker {
+        self.waker.clone()
+    }
+
+    /// Sleep until the device has something, the driver is woken or `timeout` has passed; it may return earlier, and
+    /// does so often enough for [`ReferenceDriver::pump`] to see that the device is gone.
+    pub fn wait(&mut self, timeout: Option<Duration>) {
+        let deadline = Instant::now() + timeout.unwrap_or(SLICE).min(SLICE);
+        let Ends { completions, queue, .. } = &mut self.data;
+        // Counted modulo 2^32 on both sides.
+        queue.host_wants().set(self.endpoint.wanted() as u32);
+        // Much to wait for takes long: the device and its engine want the cores meanwhile.
+        let waiter = if self.endpoint.on_its_way() > FEW_CHUNKS { Waiter::new(Patience::NONE) } else { self.waiter };
+        let waker = &self.waker;
+        let news = || waker.is_raised() || completions.available().map_or(true, |count| count > 0);
+        if let Err(error) = waiter.wait(&[queue.host_bell()], Some(deadline), news) {
+            // Without futexes the rings are still there to look at.
+            tracing::debug!(device = self.device, %error, "can't sleep on a doorbell");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.waker.take();
+    }
+
+    /// Take in a batch of answers; true if there may be more.
+    fn collect(&mut self, buffers: &mut impl Buffers) -> bool {
+        let mut batch = [[0; COMPLETION_WORDS]; BATCH];
+        let count = match self.data.completions.pop_batch(&mut batch) {
+            Ok(count) => count,
+            Err(poisoned) => {
+                self.endpoint.fail(Breach::from(poisoned).into());
+                0
+            }
+        };
+        let bounce = &self.bounce;
+        for words in &batch[..count] {
+            self.endpoint.handle(words, |result| {
+                let output = &mut buffers.output(result.op)[result.to..][..result.from.len()];
+                bounce.read(result.from.start, output);
+            });
+        }
+        count == BATCH
+    }
+
+    /// Submit what may be.
+    fn submit(&mut self, buffers: &impl Buffers) -> Result<(), Breach> {
+        loop {
+            let room = (self.data.submissions.room()? as usize).min(BATCH);
+            let mut batch = [[0; SUBMISSION_WORDS]; BATCH];
+            let mut count = 0;
+            while count < room {
+                let Some(run) = self.endpoint.next_run() else { break };
+                batch[count] = SubmissionEntry::Contribution(run.contribution).emit();
+                count += 1;
+                if let Some(fill) = run.fill {
+                    self.bounce.write(fill.to, &buffers.input(fill.op)[fill.from]);
+                    // The device fetches this run while the next is copied.
+                    break;
+                }
+            }
+            if count == 0 {
+                return Ok(());
+            }
+            self.data.submit(&batch[..count])?;
+        }
+    }
+
+    /// See to dropped buffers, to answers that nobody waits for, and now and then to the connection.
+    fn keep_house(&mut self) -> Result<(), Breach> {
+        while let Some(region) = self.registry.next_dropped() {
+            if self.admin.submit(AdminCommand::Deregister { region }, Purpose::Leaving(region))?.is_none() {
+                self.registry.put_back(region);
+                break;
+            }
+        }
+        while self.admin.is_open()
+            && let Some(answered) = self.admin.poll()?
+        {
+            self.note(&answered)?;
+        }
+        if self.looked.elapsed() >= SLICE {
+            self.look()?;
+        }
+        Ok(())
+    }
+
+    /// Deal with an answer that nobody waits for.
+    fn note(&mut self, answered: &Answered) -> Result<(), Breach> {
+        match answered.purpose {
+            Purpose::Leaving(region) if answered.status == EntryStatus::Result => self.registry.remove(region),
+            // What the device does not let go of stays mapped, and is not looked up by anybody.
+            Purpose::Leaving(region) => {
+                tracing::warn!(device = self.device, ?region, status = ?answered.status, "a region stays registered");
+            }
+            Purpose::Unwanted => {
+                if let Some(region) = RegionKey::from_bits(answered.value)
+                    && answered.status == EntryStatus::Result
+                {
+                    let command = AdminCommand::Deregister { region };
+                    self.admin.submit(command, Purpose::Leaving(region))?;
+                }
+            }
+            Purpose::Awaited => {}
+        }
+        Ok(())
+    }
+
+    /// Look whether the device is still there.
+    fn look(&mut self) -> Result<(), Breach> {
+        self.looked = Instant::now();
+        match self.connection.receive(Duration::ZERO) {
+            Err(SocketError::Timeout(_)) => {}
+            Err(SocketError::Malformed) | Ok(_) => return Err(Breach::Message),
+            Err(_) => self.gone = true,
+        }
+        if self.function.bar().status().contains(DeviceStatus::FAILED) {
+            self.endpoint.fail(EndpointError::GroupLost);
+        }
+        Ok(())
+    }
+
+    /// Register memory that was handed over.
+    fn register(&mut self, handle: u64, len_bytes: usize) -> Result<RegionKey, RegisterError> {
+        let command = AdminCommand::Register { handle, offset_bytes: 0, len_bytes: len_bytes as u64 };
+        match self.command(command, REGISTER_LIMIT)? {
+            (EntryStatus::Result, value) => {
+                RegionKey::from_bits(value).ok_or(RegisterError::Broken(Breach::Misplaced { queue: 0 }))
+            }
+            (status, _) => Err(RegisterError::Refused(status)),
+        }
+    }
+
+    /// Have a command done, and return what was answered.
+    pub(super) fn command(
+        &mut self,
+        command: AdminCommand,
+        limit: Duration,
+    ) -> Result<(EntryStatus, u64), RegisterError> {
+        let deadline = Instant::now() + limit;
+        let mut cookie = None;
+        loop {
+            if cookie.is_none() {
+                cookie = self.admin.submit(command, Purpose::Awaited)?;
+            }
+            while let Some(answered) = self.admin.poll()? {
+                if Some(answered.cookie) == cookie {
+                    return Ok((answered.status, answered.value));
+                }
+                self.note(&answered)?;
+            }
+            if self.gone {
+                return Err(RegisterError::Gone);
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                cookie.into_iter().for_each(|cookie| self.admin.abandon(cookie));
+                return Err(RegisterError::Silent(limit));
+            }
+            let Ends { completions, queue, .. } = &mut self.admin.ends;
+            let news = || completions.available().map_or(true, |count| count > 0);
+            let slice = Some(deadline.min(now + SLICE));
+            if !self.waiter.wait(&[queue.host_bell()], slice, news).unwrap_or(false) {
+                self.look()?;
+            }
+        }
+    }
+}
+
+impl Drop for ReferenceDriver {
+    fn drop(&mut self) {
+        self.retire();
+        self.function.bar().set_control(HostControl::RESET);
+    }
+}
+
+fn hand_over(connection: &Connection, handle: u64, region: &Region) -> Result<(), RegisterError> {
+    let sent = connection.send(&Message::Memory { handle }, Some(region.file()));
+    sent.map_err(|error| RegisterError::Socket(error.to_string()))
+}

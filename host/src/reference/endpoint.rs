@@ -1,0 +1,502 @@
+//! A rank's side of the protocol by reference, sans I/O: which run of chunks is submitted next, and what answers mean.
+//!
+//! The numbering of chunks, and who gives and takes what, are those of the endpoint for packets (`endpoint/ops.rs`);
+//! there is no window and no retransmission here, because a ring loses nothing and the device takes an entry when its
+//! window allows.
+//!
+//! Invariants:
+//! - each chunk is submitted once, in the order of seqs, and no more are in flight than answers have places for;
+//! - each byte of an input is named in one chunk, each byte of an output is written by one;
+//! - `have` passes a chunk only when its result is in the caller's buffer;
+//! - an error that the tree tells at chunk k ends the group when every chunk below k has landed, as for packets; a
+//!   refusal of this rank's own entry, and an answer that makes no sense, end it at once.
+
+use super::bounce::Bounce;
+use super::error::Breach;
+use crate::endpoint::{EndpointError, EndpointStats, Event, MAX_OPS, Op, OpId, Ops, Part, PostError, Seat};
+use std::collections::VecDeque;
+use std::ops::Range;
+use sumac_hal::dma::{Address, RegionKey};
+use sumac_hal::ids::{ChunkNo, Epoch, GroupId, Rank};
+use sumac_hal::mmio::{COMPLETION_WORDS, CompletionEntry, Contribution, EntryStatus};
+use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::shard::RUN;
+use sumac_hal::wire::unpack_op;
+
+/// Where bounced chunks begin at least: whole cache lines, so that no two runs share one.
+const BOUNCE_ALIGNMENT_BYTES: u64 = 64;
+
+/// The bounce buffer, as the device knows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BounceConfig {
+    /// Its region.
+    pub region: RegionKey,
+    /// Its length in bytes: of two chunks at least, and a multiple of 64 and of the device's alignment.
+    pub len_bytes: u64,
+}
+
+/// What a rank knows of its group and its device.
+#[derive(Debug, Clone)]
+pub struct ReferenceConfig {
+    /// The group.
+    pub group: GroupId,
+    /// Its epoch.
+    pub epoch: Epoch,
+    /// Which rank of the group this is.
+    pub rank: Rank,
+    /// How many there are; more than `rank`.
+    pub ranks: u32,
+    /// The payload limit of a packet in this group in bytes: what a chunk is.
+    pub chunk_len_bytes: u16,
+    /// The most chunks that the device takes in ahead of the oldest: no run is longer.
+    pub window_max: u16,
+    /// The version of the cost table, part of every signature.
+    pub table_version: u32,
+    /// The most chunks that are submitted and not yet answered: what the completion ring has places for.
+    pub in_flight_max: u32,
+    /// What addresses have to be multiples of, for the device's engine.
+    pub alignment_bytes: u32,
+    /// The bounce buffer.
+    pub bounce: BounceConfig,
+}
+
+/// Where an operation's buffers are in registered memory; `None` if they are not, or there is none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Places {
+    /// What the rank contributes.
+    pub input: Option<Address>,
+    /// Where its result goes.
+    pub output: Option<Address>,
+}
+
+/// Bytes of an input that belong into the bounce buffer before their run is submitted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fill {
+    /// Whose input.
+    pub op: OpId,
+    /// Which bytes of it.
+    pub from: Range<usize>,
+    /// Where they go in the bounce buffer.
+    pub to: usize,
+}
+
+/// A result in the bounce buffer that belongs into an output.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Drain {
+    /// Whose output.
+    pub op: OpId,
+    /// Which bytes of the bounce buffer.
+    pub from: Range<usize>,
+    /// Where they go in the output.
+    pub to: usize,
+}
+
+/// Chunks to submit in one entry.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Run {
+    /// The entry.
+    pub contribution: Contribution,
+    /// What to copy first.
+    pub fill: Option<Fill>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Submitted,
+    Landed,
+    Refused,
+}
+
+/// A chunk that is submitted, from the oldest that has not landed on.
+#[derive(Debug, Clone)]
+struct Chunk {
+    state: State,
+    /// Where the device writes, and how much, if it writes to the caller's own memory.
+    dst: Option<(Address, usize)>,
+    drain: Option<Drain>,
+    /// What of the bounce buffer is free when this and all before have landed.
+    bounce_end: Option<u64>,
+}
+
+/// A chunk that may be submitted next.
+struct Planned {
+    part: Part,
+    /// Its length as it lies in buffers.
+    len: usize,
+    bounce: Option<super::bounce::Place>,
+    src: Option<Address>,
+    dst: Option<Address>,
+    bounces_src: bool,
+    bounces_dst: bool,
+}
+
+/// A rank's side of one group by reference.
+#[derive(Debug)]
+pub struct ReferenceEndpoint {
+    config: ReferenceConfig,
+    ops: Ops,
+    /// Of operations from `places_from` on.
+    places: VecDeque<Places>,
+    places_from: u64,
+    chunks: VecDeque<Chunk>,
+    /// The seq of the first of `chunks`: all below have landed.
+    have: u64,
+    /// Chunks that were answered, in whatever order.
+    answered: u64,
+    stable: ChunkNo,
+    bounce: Bounce,
+    /// The operations that the device named last.
+    named: Option<(OpDesc, OpDesc)>,
+    /// The tree's word that it ends at this seq.
+    ending: Option<(u64, EndpointError)>,
+    failed: Option<EndpointError>,
+    failure_told: bool,
+    stats: EndpointStats,
+}
+
+impl ReferenceEndpoint {
+    /// Return an endpoint that has posted nothing.
+    ///
+    /// # Panics
+    /// If the rank is none of the group's, the alignment no power of two, or the bounce buffer too short.
+    pub fn new(config: ReferenceConfig) -> Self {
+        assert!(config.rank.0 < config.ranks, "{} of {}", config.rank, config.ranks);
+        assert!(config.alignment_bytes.is_power_of_two(), "an alignment of {}", config.alignment_bytes);
+        let (alignment, bounce) = (alignment(&config), config.bounce);
+        let fits = bounce.len_bytes >= 2 * u64::from(config.chunk_len_bytes).next_multiple_of(alignment);
+        assert!(fits && bounce.len_bytes.is_multiple_of(alignment), "a bounce buffer of {} bytes", bounce.len_bytes);
+        Self {
+            ops: Ops::new(usize::from(config.chunk_len_bytes), Seat { rank: config.rank.0, ranks: config.ranks }),
+            places: VecDeque::with_capacity(MAX_OPS),
+            places_from: 0,
+            chunks: VecDeque::with_capacity(config.in_flight_max as usize),
+            have: 0,
+            answered: 0,
+            stable: ChunkNo(0),
+            bounce: Bounce::new(bounce),
+            named: None,
+            ending: None,
+            failed: None,
+            failure_told: false,
+            stats: EndpointStats::default(),
+            config,
+        }
+    }
+
+    /// Post an operation, as [`Endpoint::post`](crate::endpoint::Endpoint::post) does; its buffers lie at `places`.
+    ///
+    /// # Errors
+    /// [`PostError`] if the group has failed or too much is in flight.
+    pub fn post(&mut self, desc: OpDesc, path: Path, places: Places) -> Result<OpId, PostError> {
+        if let Some(error) = self.failed {
+            return Err(error.into());
+        }
+        let signature = desc.tree_signature(path, self.config.table_version, ChunkNo(self.ops.end()));
+        let id = self.ops.post(desc, signature, path == Path::Tree)?;
+        self.places.push_back(places);
+        Ok(id)
+    }
+
+    /// Return the next run to submit, which then counts as submitted; `None` if there is none, or no room for it.
+    pub fn next_run(&mut self) -> Option<Run> {
+        let seq = self.next();
+        let room = u64::from(self.config.in_flight_max).saturating_sub(self.chunks.len() as u64);
+        let op = self.ops.of_seq(seq).filter(|_| self.failed.is_none())?;
+        let longest = room.min(u64::from(self.config.window_max.max(1)));
+        let end = ((seq / RUN + 1) * RUN).min(op.end()).min(self.end()).min(seq + longest);
+        if seq >= end {
+            return None;
+        }
+        let first = self.plan(&op, seq, true)?;
+        let (src, dst) = (first.src, first.dst);
+        let moves = src.is_some() || dst.is_some();
+        let full = op.full_chunk_bytes();
+        let mut fill = first.bounces_src.then(|| first.fill(op.id)).flatten();
+        let (mut len, mut bytes) = (first.len, first.len);
+        self.submit(op.id, first);
+        for next in seq + 1..end {
+            if moves && len != full {
+                break;
+            }
+            let Some(chunk) = self.plan(&op, next, false) else { break };
+            let skip = (next - seq) * full as u64;
+            let behind = |base: Option<Address>| {
+                base.map(|base| Address { offset_bytes: base.offset_bytes + skip, region: base.region })
+            };
+            if (chunk.src, chunk.dst) != (behind(src), behind(dst)) {
+                break;
+            }
+            len = chunk.len;
+            bytes += len;
+            if let (Some(fill), Some(gives)) = (&mut fill, &chunk.part.gives) {
+                fill.from.end = gives.end;
+            }
+            self.submit(op.id, chunk);
+        }
+        let element = op.desc.element_bytes().max(1);
+        self.stats.bytes_out += if src.is_some() { bytes as u64 } else { 0 };
+        let contribution = Contribution {
+            group: self.config.group,
+            epoch: self.config.epoch,
+            seq: ChunkNo(seq),
+            count: (self.next() - seq) as u16,
+            elements: if moves { (bytes / element) as u32 } else { 0 },
+            lag: u16::try_from(seq - self.have).unwrap_or(u16::MAX),
+            collective: op.desc.collective,
+            dtype: op.desc.dtype,
+            op: op.desc.op,
+            root: op.desc.root,
+            total: op.desc.count,
+            signature: op.signature,
+            src,
+            dst,
+        };
+        Some(Run { contribution, fill })
+    }
+
+    /// Take in what the device has put into the completion ring; `drain` is called for each result that has to be
+    /// copied out of the bounce buffer, and copies it before it returns.
+    pub fn handle(&mut self, words: &[u64; COMPLETION_WORDS], drain: impl FnMut(&Drain)) {
+        if self.failed.is_none()
+            && let Err(breach) = self.take(words, drain)
+        {
+            self.fail(breach.into());
+        }
+    }
+
+    /// End the group, for what its user found out.
+    pub fn fail(&mut self, error: EndpointError) {
+        self.failed.get_or_insert(error);
+    }
+
+    /// Submit nothing more and take in nothing more, as the group is over for its user.
+    pub(super) fn close(&mut self) {
+        self.fail(EndpointError::GroupLost);
+        self.failure_told = true;
+    }
+
+    /// Return the next event: completions in the order of completion, a failure once and last.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        if let Some(id) = self.ops.pop_completed() {
+            self.places.pop_front();
+            self.places_from = id.0 + 1;
+            return Some(Event::Completed(id));
+        }
+        let error = self.failed.filter(|_| !self.failure_told)?;
+        self.failure_told = true;
+        Some(Event::Failed(error))
+    }
+
+    /// Return the first chunk whose result has not landed: all below have.
+    pub const fn have(&self) -> ChunkNo {
+        ChunkNo(self.have)
+    }
+
+    /// Return the chunk below which every rank has every result, as far as this rank was told.
+    pub const fn stable(&self) -> ChunkNo {
+        self.stable
+    }
+
+    /// Return why the group is at its end, if it is.
+    pub const fn error(&self) -> Option<EndpointError> {
+        self.failed
+    }
+
+    /// Return what was counted since the endpoint began: the bytes that the device was told to fetch as sent bytes,
+    /// and no packets.
+    pub const fn stats(&self) -> &EndpointStats {
+        &self.stats
+    }
+
+    /// Return how many chunks have to be answered, ever, before there is something to do here: the oldest operation is
+    /// complete, or, where there is more to submit or to copy, half of what is on its way has come.
+    pub fn wanted(&self) -> u64 {
+        let on_its_way = self.on_its_way();
+        let oldest = self.ops.of_seq(self.have).map_or(self.next(), |op| op.end());
+        let is_more = self.next() < self.end() || self.bounce.is_in_use();
+        let half = if is_more { self.answered + on_its_way.div_ceil(2) } else { u64::MAX };
+        oldest.max(self.answered + 1).min(half).min(self.next())
+    }
+
+    /// Return how many chunks are on their way.
+    pub fn on_its_way(&self) -> u64 {
+        self.next() - self.answered
+    }
+
+    /// Tell whether the device may have anything in its hands.
+    pub fn is_in_flight(&self) -> bool {
+        !self.chunks.is_empty()
+    }
+
+    /// Return each chunk whose result the device may be writing to the caller's own memory, and where.
+    pub fn exposed(&self) -> impl Iterator<Item = (ChunkNo, Address, usize)> {
+        let open = self.chunks.iter().zip(self.have..).filter(|(chunk, _)| chunk.state == State::Submitted);
+        open.filter_map(|(chunk, seq)| chunk.dst.map(|(address, len)| (ChunkNo(seq), address, len)))
+    }
+
+    fn next(&self) -> u64 {
+        self.have + self.chunks.len() as u64
+    }
+
+    /// Return the seq before which answers are to be had.
+    fn end(&self) -> u64 {
+        self.ending.map_or(self.ops.end(), |(at, _)| at)
+    }
+
+    /// Work out where chunk `seq` is fetched from and delivered to; `first` of a run, or behind another. `None` if the
+    /// bounce buffer has no room.
+    fn plan(&self, op: &Op, seq: u64, first: bool) -> Option<Planned> {
+        let part = op.part(seq);
+        let places = self.places.get((op.id.0 - self.places_from) as usize).copied().unwrap_or_default();
+        let mask = u64::from(self.config.alignment_bytes) - 1;
+        let at = |base: Option<Address>, skip: usize| {
+            let base = base?;
+            let address = Address { offset_bytes: base.offset_bytes + skip as u64, region: base.region };
+            (address.offset_bytes & mask == 0).then_some(address)
+        };
+        let mut src = part.gives.as_ref().and_then(|gives| at(places.input, gives.start));
+        // A result of which only a part is this rank's does not fit where the part goes.
+        let whole = part.takes.as_ref().filter(|takes| takes.part.len() == takes.result_len);
+        let mut dst = whole.and_then(|takes| at(places.output, takes.at));
+        let (bounces_src, bounces_dst) = (part.gives.is_some() && src.is_none(), part.takes.is_some() && dst.is_none());
+        let len = part.gives.as_ref().map(ExactSizeIterator::len).or(part.takes.as_ref().map(|takes| takes.result_len));
+        let len = len.unwrap_or(0);
+        let mut bounce = None;
+        if bounces_src || bounces_dst {
+            let place = self.bounce.find(len as u64, if first { alignment(&self.config) } else { 1 })?;
+            let address = self.bounce.address(place);
+            // The device refuses a chunk behind the first at an odd address: it begins a run of its own.
+            if address.offset_bytes & mask != 0 {
+                return None;
+            }
+            // A result may lie where its own input was.
+            src = if bounces_src { Some(address) } else { src };
+            dst = if bounces_dst { Some(address) } else { dst };
+            bounce = Some(place);
+        }
+        Some(Planned { part, len, bounce, src, dst, bounces_src, bounces_dst })
+    }
+
+    fn submit(&mut self, op: OpId, planned: Planned) {
+        let drain = planned.drain(op);
+        let dst = planned.dst.filter(|_| !planned.bounces_dst).map(|address| (address, planned.len));
+        if let Some(place) = planned.bounce {
+            self.bounce.take(place);
+        }
+        let bounce_end = planned.bounce.map(|place| place.end);
+        self.chunks.push_back(Chunk { state: State::Submitted, dst, drain, bounce_end });
+    }
+
+    fn take(&mut self, words: &[u64; COMPLETION_WORDS], drain: impl FnMut(&Drain)) -> Result<(), Breach> {
+        match CompletionEntry::parse(words)? {
+            CompletionEntry::Operations { first, other } => {
+                // What this version can't read names nothing: the answer that follows will say so.
+                self.named = unpack_op(first).zip(unpack_op(other));
+                Ok(())
+            }
+            CompletionEntry::Answer { status, group, epoch, seq, count, stable, .. } => {
+                let landed = matches!(status, EntryStatus::Result | EntryStatus::Done);
+                // A device that knows another epoch, or none, says so with that.
+                if group != self.config.group || landed && epoch != self.config.epoch {
+                    return Err(Breach::Stranger);
+                }
+                let unasked = Breach::Unasked { first: seq, count };
+                let from = seq.0.checked_sub(self.have).ok_or(unasked)?;
+                let end = from.checked_add(u64::from(count)).filter(|&end| end > from).ok_or(unasked)?;
+                let open = end <= self.chunks.len() as u64
+                    && (from..end).all(|index| self.chunks[index as usize].state == State::Submitted);
+                if !open {
+                    return Err(unasked);
+                }
+                self.answered += u64::from(count);
+                if landed {
+                    self.land(from as usize..end as usize, status, drain)?;
+                    self.stable = self.stable.max(stable);
+                } else {
+                    self.refuse(from as usize..end as usize, status)?;
+                }
+                self.settle();
+                Ok(())
+            }
+            _ => Err(Breach::Misplaced { queue: 1 }),
+        }
+    }
+
+    /// The results of these chunks are at their destinations.
+    fn land(&mut self, range: Range<usize>, status: EntryStatus, mut drain: impl FnMut(&Drain)) -> Result<(), Breach> {
+        for index in range {
+            let chunk = &mut self.chunks[index];
+            let seq = self.have + index as u64;
+            if status == EntryStatus::Done && (chunk.dst.is_some() || chunk.drain.is_some()) {
+                return Err(Breach::NoResult { chunk: ChunkNo(seq) });
+            }
+            chunk.state = State::Landed;
+            if let Some(result) = &chunk.drain {
+                drain(result);
+            }
+            self.ops.landed(seq);
+        }
+        while let Some(oldest) = self.chunks.pop_front_if(|chunk| chunk.state == State::Landed) {
+            self.have += 1;
+            if let Some(end) = oldest.bounce_end {
+                self.bounce.free(end);
+            }
+        }
+        if self.chunks.is_empty() {
+            self.bounce.reset();
+        }
+        Ok(())
+    }
+
+    /// These chunks will have no result.
+    fn refuse(&mut self, range: Range<usize>, status: EntryStatus) -> Result<(), Breach> {
+        let seq = self.have + range.start as u64;
+        let chunk = ChunkNo(seq);
+        for index in range {
+            self.chunks[index].state = State::Refused;
+        }
+        let error = match (status, self.named) {
+            (EntryStatus::Mismatch, Some((first, other))) => EndpointError::Mismatch { first, other },
+            (EntryStatus::Unsupported, Some((first, _))) => EndpointError::Unsupported(first),
+            (EntryStatus::Mismatch | EntryStatus::Unsupported, None) => return Err(Breach::Unnamed { status, chunk }),
+            (EntryStatus::PathLost, _) => EndpointError::PathLost,
+            (EntryStatus::Fenced | EntryStatus::UnknownGroup | EntryStatus::StaleEpoch, _) => {
+                self.fail(EndpointError::GroupLost);
+                return Ok(());
+            }
+            (status, _) => {
+                self.fail(EndpointError::Device { status, chunk });
+                return Ok(());
+            }
+        };
+        if self.ending.is_none_or(|(earlier, _)| seq < earlier) {
+            self.ending = Some((seq, error));
+        }
+        Ok(())
+    }
+
+    /// Fail if the tree ends here: every chunk below has landed.
+    fn settle(&mut self) {
+        if let Some((at, error)) = self.ending
+            && self.have >= at
+        {
+            self.fail(error);
+        }
+    }
+}
+
+impl Planned {
+    fn fill(&self, op: OpId) -> Option<Fill> {
+        Some(Fill { op, from: self.part.gives.clone()?, to: self.bounce?.offset as usize })
+    }
+
+    fn drain(&self, op: OpId) -> Option<Drain> {
+        let (takes, place) = (self.part.takes.as_ref().filter(|_| self.bounces_dst)?, self.bounce?);
+        let at = place.offset as usize;
+        Some(Drain { op, from: at + takes.part.start..at + takes.part.end, to: takes.at })
+    }
+}
+
+fn alignment(config: &ReferenceConfig) -> u64 {
+    u64::from(config.alignment_bytes).max(BOUNCE_ALIGNMENT_BYTES)
+}

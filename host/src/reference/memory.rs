@@ -1,0 +1,180 @@
+//! Registered memory: what a program allocates so that the device reaches it, and where a slice lies in it.
+//!
+//! A [`Buffer`] and the registry both keep the mapping, so it goes when the buffer is dropped *and* the device has let
+//! go of it (or its driver is gone). A buffer that is dropped says so in a list that the driver looks at when it is
+//! called next. Only memory that was allocated here is ever looked up, so that an address can't be another's by now
+//! (PROTOCOL 10).
+//!
+//! Soundness: the device writes only to destinations of operations in flight, and those hold the buffer, by `&mut` or
+//! as its owner, until their chunks are answered or fenced. To this process the device is like a system call that
+//! fills a buffer.
+
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+use std::slice;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use sumac_hal::dma::{Address, DmaMemory, RegionKey};
+use sumac_hal::shm::Region;
+
+/// Memory for operations, of [`Communicator::alloc`](crate::Communicator::alloc): a slice that the leaf device reads
+/// and writes by itself where the communicator attaches by reference, and an ordinary one where it does not.
+///
+/// Any part of it may be passed to a call. It outlives its communicator, and is then just memory.
+pub struct Buffer<T: bytemuck::Pod> {
+    backing: Backing<T>,
+}
+
+enum Backing<T> {
+    Plain(Vec<T>),
+    Registered(Lease<T>),
+}
+
+/// A buffer's hold on a region.
+struct Lease<T> {
+    base: NonNull<T>,
+    len: usize,
+    key: RegionKey,
+    /// Keeps the mapping.
+    _region: SharedRegion,
+    dropped: Arc<Dropped>,
+}
+
+// SAFETY: a lease is the only owner of the elements in its region, as a `Vec` is of its own.
+unsafe impl<T: Send> Send for Lease<T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for Lease<T> {}
+
+/// A region that its buffer and the registry keep. The lock is for [`Region::sever`] and for copies after a fence;
+/// neither moves the memory.
+pub(super) type SharedRegion = Arc<Mutex<Region>>;
+
+/// Regions whose buffers are dropped.
+#[derive(Debug, Default)]
+pub(super) struct Dropped {
+    any: AtomicBool,
+    keys: Mutex<Vec<RegionKey>>,
+}
+
+impl<T: bytemuck::Pod> Buffer<T> {
+    /// Return zeroed memory that no device reaches.
+    pub(crate) fn plain(len: usize) -> Self {
+        Self { backing: Backing::Plain(vec![T::zeroed(); len]) }
+    }
+
+    /// Tell whether a device reaches the memory.
+    pub const fn is_registered(&self) -> bool {
+        matches!(self.backing, Backing::Registered(_))
+    }
+}
+
+impl<T: bytemuck::Pod> Deref for Buffer<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        match &self.backing {
+            Backing::Plain(values) => values,
+            // SAFETY: `Registry::insert` checked that the region holds `len` elements; it is page-aligned, stays mapped
+            // while the lease lives, and all its bytes are values. Nobody writes meanwhile: see the head of this file.
+            Backing::Registered(lease) => unsafe { slice::from_raw_parts(lease.base.as_ptr(), lease.len) },
+        }
+    }
+}
+
+impl<T: bytemuck::Pod> DerefMut for Buffer<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        match &mut self.backing {
+            Backing::Plain(values) => values,
+            // SAFETY: as above, and nobody reads it either.
+            Backing::Registered(lease) => unsafe { slice::from_raw_parts_mut(lease.base.as_ptr(), lease.len) },
+        }
+    }
+}
+
+impl<T: bytemuck::Pod + fmt::Debug> fmt::Debug for Buffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.iter()).finish()
+    }
+}
+
+impl<T> Drop for Lease<T> {
+    fn drop(&mut self) {
+        self.dropped.keys.lock().unwrap_or_else(PoisonError::into_inner).push(self.key);
+        self.dropped.any.store(true, Ordering::Release);
+    }
+}
+
+/// The registered memory of one driver.
+#[derive(Debug, Default)]
+pub(super) struct Registry {
+    entries: Vec<Entry>,
+    dropped: Arc<Dropped>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    start: usize,
+    len_bytes: usize,
+    key: RegionKey,
+    region: SharedRegion,
+}
+
+impl Registry {
+    /// Note a registered region, and return a buffer of `len` elements in it.
+    ///
+    /// # Panics
+    /// If it is shorter.
+    pub(super) fn insert<T: bytemuck::Pod>(&mut self, region: Region, key: RegionKey, len: usize) -> Buffer<T> {
+        let (base, len_bytes) = (region.base(), region.len_bytes());
+        let base = base.cast::<T>();
+        assert!(len.checked_mul(size_of::<T>()).is_some_and(|needed| needed <= len_bytes) && base.is_aligned());
+        let region = Arc::new(Mutex::new(region));
+        let entry = Entry { start: base.as_ptr().expose_provenance(), len_bytes, key, region: Arc::clone(&region) };
+        self.entries.push(entry);
+        let dropped = Arc::clone(&self.dropped);
+        Buffer { backing: Backing::Registered(Lease { base, len, key, _region: region, dropped }) }
+    }
+
+    /// Return where bytes lie in registered memory; `None` if they do not, or there are none.
+    pub(super) fn find(&self, bytes: &[u8]) -> Option<Address> {
+        let start = bytes.as_ptr().addr();
+        self.entries.iter().find_map(|entry| {
+            let offset = start.checked_sub(entry.start)?;
+            let fits = !bytes.is_empty() && offset.checked_add(bytes.len())? <= entry.len_bytes;
+            fits.then_some(Address { region: entry.key, offset_bytes: offset as u64 })
+        })
+    }
+
+    pub(super) fn region(&self, key: RegionKey) -> Option<&SharedRegion> {
+        self.entries.iter().find(|entry| entry.key == key).map(|entry| &entry.region)
+    }
+
+    /// Return a region whose buffer is dropped, which the device may let go of.
+    pub(super) fn next_dropped(&self) -> Option<RegionKey> {
+        if !self.dropped.any.load(Ordering::Acquire) {
+            return None;
+        }
+        let mut keys = self.dropped.keys.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = keys.pop();
+        if key.is_none() {
+            self.dropped.any.store(false, Ordering::Release);
+        }
+        key
+    }
+
+    /// Put back what could not be told to the device yet.
+    pub(super) fn put_back(&self, key: RegionKey) {
+        self.dropped.keys.lock().unwrap_or_else(PoisonError::into_inner).push(key);
+    }
+
+    /// The device has let go of a region.
+    pub(super) fn remove(&mut self, key: RegionKey) {
+        self.entries.retain(|entry| entry.key != key);
+    }
+
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+}

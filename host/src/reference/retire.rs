@@ -1,0 +1,135 @@
+//! The end of a group at this rank: no write of the device may follow, and no chunk may be left half-written
+//! (PROTOCOL 5 to 7).
+//!
+//! What ends the device's writes, in the order in which it is tried:
+//! 1. The device itself: it answers a fence when nothing of the group can take effect any more.
+//! 2. The end of its process, if its connection has hung up.
+//! 3. A device that is there and silent, or gone but not dead, keeps the memory it had, and this process gets fresh
+//!    memory with the same contents at the same addresses ([`Region::sever`](sumac_hal::shm::Region::sever)).
+//! 4. Where the system has no memory for that, the device's process is ended by force.
+//!
+//! Then each chunk that was open is looked up in its redo slot. The device publishes a result there before it writes
+//! it to anybody, so an unpublished one has touched no destination, and a published one is copied to it whole.
+//!
+//! Severing copies a whole region. Who writes to *other* parts of the same [`Buffer`](super::Buffer) from another
+//! thread at that moment may find that write undone; it happens to silent devices only.
+
+use super::driver::ReferenceDriver;
+use super::error::RegisterError;
+use std::sync::PoisonError;
+use std::time::Duration;
+use sumac_hal::dma::Address;
+use sumac_hal::ids::ChunkNo;
+use sumac_hal::mmio::{AdminCommand, EntryStatus};
+use sumac_hal::shm::Peer;
+
+/// How long a device may take for a fence: its engine finishes or drops what it has, at most a window of chunks.
+const FENCE_LIMIT: Duration = Duration::from_secs(1);
+
+/// How long a process that has closed its connection may take to end.
+const END_LIMIT: Duration = Duration::from_secs(1);
+
+/// What is known of the device's process. Tests have theirs in their own.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Life {
+    /// Wait until it has ended; false if it has not, as far as that can be told.
+    pub(super) has_ended: fn(&Peer, Duration) -> bool,
+    /// End it by force.
+    pub(super) end: fn(&Peer),
+}
+
+impl Life {
+    pub(super) const PROCESS: Self = Self {
+        has_ended: |peer, limit| peer.wait(limit).unwrap_or(false),
+        // Whether it could be done, the wait for its end tells.
+        end: |peer| _ = peer.kill(),
+    };
+}
+
+/// What keeps the device from writing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fence {
+    /// It had nothing.
+    Nothing,
+    /// It says so itself.
+    Confirmed,
+    /// Its process has ended.
+    Ended,
+    /// It no longer has this rank's memory.
+    Severed,
+}
+
+impl ReferenceDriver {
+    /// End the group at this rank. Afterwards the device writes to no memory of the caller's, and each chunk there is
+    /// wholly old or wholly new. Nothing can be posted any more.
+    pub fn retire(&mut self) {
+        if self.is_retired {
+            return;
+        }
+        let fence = self.fence();
+        let recovered = self.recover();
+        self.is_retired = true;
+        if fence != Fence::Nothing {
+            tracing::debug!(device = self.device, ?fence, recovered, "group ended with chunks in flight");
+        }
+    }
+
+    pub(super) fn fence(&mut self) -> Fence {
+        self.endpoint.close();
+        if !self.endpoint.is_in_flight() {
+            return Fence::Nothing;
+        }
+        let command = AdminCommand::Fence { group: self.config.group, epoch: self.config.epoch };
+        match self.command(command, FENCE_LIMIT) {
+            Ok((EntryStatus::Result, _)) => return Fence::Confirmed,
+            Err(RegisterError::Gone) if (self.life.has_ended)(self.connection.peer(), END_LIMIT) => {
+                return Fence::Ended;
+            }
+            other => {
+                tracing::warn!(device = self.device, ?other, "the device does not fence: taking its memory away");
+            }
+        }
+        self.sever();
+        Fence::Severed
+    }
+
+    /// Take away the memory that open chunks go to.
+    fn sever(&mut self) {
+        let mut keys: Vec<_> = self.endpoint.exposed().map(|(_, address, _)| address.region).collect();
+        keys.sort_unstable();
+        keys.dedup();
+        for key in keys {
+            let Some(region) = self.registry.region(key) else { continue };
+            let severed = region.lock().unwrap_or_else(PoisonError::into_inner).sever();
+            if let Err(error) = severed {
+                let peer = self.connection.peer();
+                tracing::error!(device = self.device, %error, "can't take memory away: ending the device");
+                (self.life.end)(peer);
+                // Where even that is refused, the caller's memory is in danger, and nothing is left to do.
+                if !(self.life.has_ended)(peer, END_LIMIT) {
+                    tracing::error!(device = self.device, "the device goes on, and may write to memory of this rank");
+                }
+                return;
+            }
+        }
+    }
+
+    /// Copy what was published and perhaps not delivered; returns how many chunks.
+    fn recover(&mut self) -> usize {
+        let open: Vec<(ChunkNo, Address, usize)> = self.endpoint.exposed().collect();
+        let view = (self.config.group, self.config.epoch);
+        let mut result = vec![0; usize::from(self.config.chunk_len_bytes)];
+        let mut recovered = 0;
+        for (seq, address, len) in open {
+            let (Some(result), Some(region)) = (result.get_mut(..len), self.registry.region(address.region)) else {
+                continue;
+            };
+            if self.redo.published(view, seq.0, result) {
+                let region = region.lock().unwrap_or_else(PoisonError::into_inner);
+                region.write(address.offset_bytes as usize, result);
+                recovered += 1;
+            }
+        }
+        recovered
+    }
+}

@@ -1,0 +1,122 @@
+//! Answers that are errors, and answers that make no sense.
+
+use super::{EPOCH, GROUP, endpoint};
+use crate::endpoint::{EndpointError, Event, OpId};
+use crate::reference::endpoint::{Places, ReferenceEndpoint};
+use crate::reference::{Breach, Drain};
+use sumac_hal::dma::{Address, RegionKey};
+use sumac_hal::ids::{ChunkNo, Epoch, GroupId};
+use sumac_hal::mmio::{CompletionEntry, EntryError, EntryStatus};
+use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
+use sumac_hal::wire::pack_op;
+
+const OWN: Address = Address { region: RegionKey { index: 1, generation: 1 }, offset_bytes: 0 };
+
+fn answer(status: EntryStatus, seq: u64, count: u16) -> CompletionEntry {
+    let (group, epoch, stable) = (GROUP, EPOCH, ChunkNo(seq));
+    CompletionEntry::Answer { status, group, epoch, seq: ChunkNo(seq), count, window: 8, stable }
+}
+
+/// An endpoint with an all-reduce of four chunks in flight, registered.
+fn in_flight() -> ReferenceEndpoint {
+    let mut endpoint = endpoint(0, 2);
+    let places = Places { input: Some(OWN), output: Some(OWN) };
+    endpoint.post(OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 64), Path::Tree, places).expect("room");
+    assert_eq!(endpoint.next_run().expect("a run").contribution.count, 4);
+    endpoint
+}
+
+fn told(endpoint: &mut ReferenceEndpoint, entry: CompletionEntry) -> Option<EndpointError> {
+    endpoint.handle(&entry.emit(), |_: &Drain| panic!("nothing is bounced"));
+    endpoint.error()
+}
+
+#[test]
+fn a_mismatch_ends_the_group_when_every_chunk_below_has_landed() {
+    let (first, other) = (OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 64), OpDesc::barrier());
+    let mut endpoint = in_flight();
+    let words = CompletionEntry::Operations { first: pack_op(&first), other: pack_op(&other) };
+    assert_eq!(told(&mut endpoint, words), None);
+    assert_eq!(told(&mut endpoint, answer(EntryStatus::Mismatch, 2, 2)), None, "chunks 0 and 1 are open");
+    assert_eq!(told(&mut endpoint, answer(EntryStatus::Result, 1, 1)), None);
+    let error = EndpointError::Mismatch { first, other };
+    assert_eq!(told(&mut endpoint, answer(EntryStatus::Result, 0, 1)), Some(error));
+    assert_eq!((endpoint.poll_event(), endpoint.poll_event()), (Some(Event::Failed(error)), None));
+    assert!(endpoint.post(OpDesc::barrier(), Path::Tree, Places::default()).is_err());
+    assert_eq!(endpoint.next_run(), None);
+
+    let mut endpoint = in_flight();
+    assert_eq!(told(&mut endpoint, words), None);
+    assert_eq!(told(&mut endpoint, answer(EntryStatus::Unsupported, 0, 1)), Some(EndpointError::Unsupported(first)));
+}
+
+#[test]
+fn refusals_end_the_group_at_once_with_a_name() {
+    let chunk = ChunkNo(1);
+    for status in EntryStatus::ALL {
+        let expected = match status {
+            EntryStatus::Result | EntryStatus::Done | EntryStatus::PathLost => continue,
+            EntryStatus::Mismatch | EntryStatus::Unsupported => Breach::Unnamed { status, chunk }.into(),
+            EntryStatus::Fenced | EntryStatus::UnknownGroup | EntryStatus::StaleEpoch => EndpointError::GroupLost,
+            status => EndpointError::Device { status, chunk },
+        };
+        assert_eq!(told(&mut in_flight(), answer(status, 1, 3)), Some(expected));
+    }
+    let mut endpoint = in_flight();
+    assert_eq!(told(&mut endpoint, answer(EntryStatus::PathLost, 1, 3)), None, "as for packets: chunk 0 may land");
+    assert_eq!(told(&mut endpoint, answer(EntryStatus::Result, 0, 1)), Some(EndpointError::PathLost));
+}
+
+#[test]
+fn answers_that_make_no_sense_are_told_apart() {
+    let unasked = |first, count| EndpointError::Broken(Breach::Unasked { first: ChunkNo(first), count });
+    for (seq, count) in [(4, 1), (3, 2), (0, 5), (0, 0), (u64::MAX, 1), (u64::MAX, u16::MAX)] {
+        let error = told(&mut in_flight(), answer(EntryStatus::Result, seq, count));
+        assert_eq!(error, Some(unasked(seq, count)), "{count} chunks from {seq} on");
+    }
+    // A second time: of a chunk that has passed, one that has not, and one that was refused.
+    for (before, again) in [(0, 0), (2, 2)] {
+        let mut endpoint = in_flight();
+        assert_eq!(told(&mut endpoint, answer(EntryStatus::Result, before, 1)), None);
+        assert_eq!(told(&mut endpoint, answer(EntryStatus::Result, again, 1)), Some(unasked(again, 1)));
+    }
+    let mut endpoint = in_flight();
+    assert_eq!(told(&mut endpoint, answer(EntryStatus::PathLost, 2, 1)), None);
+    assert_eq!(told(&mut endpoint, answer(EntryStatus::Result, 2, 1)), Some(unasked(2, 1)));
+
+    let strange = |group, epoch| {
+        let (seq, stable) = (ChunkNo(0), ChunkNo(0));
+        let status = EntryStatus::Result;
+        told(&mut in_flight(), CompletionEntry::Answer { status, group, epoch, seq, count: 1, window: 0, stable })
+    };
+    assert_eq!(strange(GroupId(8), EPOCH), Some(Breach::Stranger.into()));
+    assert_eq!(strange(GROUP, Epoch { term: 1, counter: 3 }), Some(Breach::Stranger.into()));
+    let no_result = Breach::NoResult { chunk: ChunkNo(0) }.into();
+    assert_eq!(told(&mut in_flight(), answer(EntryStatus::Done, 0, 1)), Some(no_result));
+    let admin = CompletionEntry::Admin { status: EntryStatus::Result, cookie: 0, value: 0 };
+    assert_eq!(told(&mut in_flight(), admin), Some(Breach::Misplaced { queue: 1 }.into()));
+    let mut endpoint = in_flight();
+    endpoint.handle(&[9, 0, 0, 0], |_| {});
+    assert_eq!(endpoint.error(), Some(Breach::Entry(EntryError::Opcode(9)).into()));
+    // Operations that this version can't read are as none.
+    let mut endpoint = in_flight();
+    assert_eq!(told(&mut endpoint, CompletionEntry::Operations { first: u64::MAX, other: u64::MAX }), None);
+    let unnamed = Breach::Unnamed { status: EntryStatus::Mismatch, chunk: ChunkNo(0) };
+    assert_eq!(told(&mut endpoint, answer(EntryStatus::Mismatch, 0, 1)), Some(unnamed.into()));
+}
+
+#[test]
+fn what_is_open_and_exposed_is_what_the_device_may_write_to() {
+    let mut endpoint = in_flight();
+    // Behind it one that is bounced, which exposes nothing of the caller's.
+    endpoint.post(OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 16), Path::Tree, Places::default()).expect("room");
+    assert!(endpoint.next_run().expect("a run").fill.is_some());
+    assert_eq!(told(&mut endpoint, answer(EntryStatus::Result, 1, 1)), None);
+    let exposed: Vec<_> = endpoint.exposed().map(|(seq, address, len)| (seq.0, address.offset_bytes, len)).collect();
+    assert_eq!(exposed, [(0, 0, 64), (2, 128, 64), (3, 192, 64)]);
+    assert_eq!(told(&mut endpoint, answer(EntryStatus::Result, 0, 1)), None);
+    assert_eq!(endpoint.have(), ChunkNo(2));
+    assert_eq!(told(&mut endpoint, answer(EntryStatus::Result, 2, 2)), None);
+    assert_eq!((endpoint.poll_event(), endpoint.is_in_flight()), (Some(Event::Completed(OpId(0))), true));
+    assert_eq!(endpoint.exposed().count(), 0);
+}
