@@ -5,7 +5,7 @@ use std::thread;
 use std::time::Duration;
 use sumac::controller::{Controller, ControllerConfig};
 use sumac::topo::{Fabric, LeafSpine};
-use sumac::{Communicator, JoinConfig};
+use sumac::{Attach, Communicator, JoinConfig};
 use sumac_firmware::emulated::{Board, BoardConfig};
 
 /// A controller and its boards.
@@ -64,6 +64,12 @@ fn board(name: String, controller: SocketAddr, shards: u16) -> Board {
     let board = Board::start(config).expect("a board on loopback");
     assert!(board.wait_registered(Duration::from_secs(20)), "the controller does not answer");
     board
+}
+
+/// Join by packets, also where memory could be shared.
+#[allow(dead_code)]
+pub(crate) fn by_packets(config: &mut JoinConfig) {
+    config.attach = Attach::Udp;
 }
 
 /// Join as usual.

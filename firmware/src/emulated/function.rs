@@ -311,7 +311,11 @@ impl Attached {
                 })
             }
             AdminCommand::Deregister { region } => match regions.deregister(self.id, region) {
-                Ok(_) => {
+                Ok(gone) => {
+                    // Its place may be given to the next one before this one's answer is out.
+                    if gone {
+                        engine.unmap(region);
+                    }
                     self.waiting.push(Waiting::Deregister { cookie, key: region });
                     None
                 }
@@ -350,28 +354,34 @@ impl Attached {
         Ok(key)
     }
 
-    /// End a group: only who contributes to it may.
+    /// Let go of the rank's memory in a group. One that is gone touches nothing.
     fn fence(
         &mut self,
         cookie: u64,
         (group, epoch): (GroupId, Epoch),
         node: &mut Node<'_>,
     ) -> Option<(EntryStatus, u64)> {
-        if node.has_group(group) && !node.contributes(group, self.id) {
+        let known = node.withdraw(group, epoch, self.id) || node.holds(group, self.id);
+        if !known && node.has_group(group) {
             return Some((EntryStatus::UnknownGroup, 0));
         }
-        node.fence(group, epoch);
         self.waiting.push(Waiting::Fence { cookie, group });
         None
     }
 
     /// Answer the commands whose time has come.
-    pub(super) fn finish<const N: usize>(&mut self, node: &Node<'_>, regions: &RegionTable<N>, engine: &mut EmuEngine) {
+    pub(super) fn finish<const N: usize>(
+        &mut self,
+        node: &mut Node<'_>,
+        regions: &RegionTable<N>,
+        engine: &mut EmuEngine,
+    ) {
+        let id = self.id;
         let (memory, pending) = (&mut self.memory, &mut self.admin.pending);
         self.waiting.retain(|waiting| {
             let (waits, cookie) = match *waiting {
                 Waiting::Deregister { cookie, key } => (regions.contains(key), (cookie, Some(key))),
-                Waiting::Fence { cookie, group } => (node.is_ending(group), (cookie, None)),
+                Waiting::Fence { cookie, group } => (node.holds(group, id), (cookie, None)),
             };
             if waits {
                 return true;

@@ -45,7 +45,7 @@ bitflags! {
     pub struct Features: u32 {
         /// It takes contributions by reference.
         const BY_REFERENCE = 1 << 0;
-        /// It ends everything of an epoch on [`AdminCommand::Fence`](super::AdminCommand::Fence).
+        /// It lets go of a rank's memory on [`AdminCommand::Fence`](super::AdminCommand::Fence).
         const FENCE = 1 << 1;
         /// Its redo slots are in memory that outlives its runtime (PROTOCOL 7).
         const REDO = 1 << 2;

@@ -124,7 +124,8 @@ pub enum AdminCommand {
         /// The region.
         region: RegionKey,
     },
-    /// End everything of an epoch of a group. It completes when none of it can take effect any more (PROTOCOL 6).
+    /// Let go of this rank's memory in an epoch of a group: it completes when nothing that the rank has submitted there
+    /// can read or write any more (PROTOCOL 6). The rank takes no further part; the others go on without it.
     Fence {
         /// The group.
         group: GroupId,

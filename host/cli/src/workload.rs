@@ -9,8 +9,8 @@
 use crate::pattern::{Expected, Pattern, SCALE};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
-use std::ops::Range;
-use sumac::{Buffers, CallOptions, Communicator, Outcome};
+use std::ops::{Deref, DerefMut, Range};
+use sumac::{Buffer, Buffers, CallOptions, Communicator, Outcome};
 use sumac_hal::op::{Collective, OpDesc, ReduceOp};
 
 /// Which memory a buffer is in.
@@ -33,12 +33,37 @@ impl MemoryKind {
 }
 
 /// A buffer.
-type Memory = Vec<u8>;
+#[derive(Debug)]
+enum Memory {
+    Registered(Buffer<u8>),
+    Plain(Vec<u8>),
+}
 
-/// Make a zeroed buffer. Until communicators give out memory, that of both kinds is the process's own.
-fn memory(_communicator: &Communicator, kind: MemoryKind, len_bytes: usize) -> Result<Memory, sumac::Error> {
+impl Deref for Memory {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Registered(buffer) => buffer,
+            Self::Plain(buffer) => buffer,
+        }
+    }
+}
+
+impl DerefMut for Memory {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        match self {
+            Self::Registered(buffer) => buffer,
+            Self::Plain(buffer) => buffer,
+        }
+    }
+}
+
+/// Make a zeroed buffer.
+fn memory(communicator: &Communicator, kind: MemoryKind, len_bytes: usize) -> Result<Memory, sumac::Error> {
     match kind {
-        MemoryKind::Registered | MemoryKind::Plain => Ok(vec![0; len_bytes]),
+        MemoryKind::Registered => communicator.alloc(len_bytes).map(Memory::Registered),
+        MemoryKind::Plain => Ok(Memory::Plain(vec![0; len_bytes])),
     }
 }
 

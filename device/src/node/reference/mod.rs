@@ -178,6 +178,8 @@ pub(crate) struct ByReference {
     work: SlotSet,
     /// Slots with children to be answered.
     owed: SlotSet,
+    /// Who has let go.
+    withdrawn: ChildSet,
     /// The group is gone, but for its references: this is what they are told.
     closing: Option<EntryStatus>,
 }
@@ -341,6 +343,7 @@ impl<'m> Node<'m> {
                 aborted: false,
                 work: SlotSet::EMPTY,
                 owed: SlotSet::EMPTY,
+                withdrawn: ChildSet::EMPTY,
                 closing: None,
             });
         }
@@ -356,28 +359,26 @@ impl<'m> Node<'m> {
         Some((start, memory.len / group.slots.len, group.slots.len))
     }
 
-    /// Tell whether a function contributes to a group.
-    pub fn contributes(&self, id: GroupId, function: FunctionId) -> bool {
-        let group = self.find(id).and_then(|index| self.storage.groups[index].as_ref());
-        group.is_some_and(|group| {
-            self.storage.children[group.children.range()].iter().any(|child| child.owner == Some(function))
+    /// Let go of a function's memory in a group (PROTOCOL 6): nothing of it is pulled or written to from now on, and
+    /// what a chain in flight touches is answered when that has ended. [`Node::holds`] tells when all is. What it has
+    /// contributed so far may still be part of results; the group goes on for the others, until they miss it.
+    ///
+    /// False if there is no such group, it is of another epoch, or the function does not contribute to it.
+    pub fn withdraw(&mut self, id: GroupId, epoch: Epoch, function: FunctionId) -> bool {
+        let Some(mut live) = self.find(id).and_then(|index| self.live(index)) else { return false };
+        let child = live.children.iter().position(|child| child.owner == Some(function));
+        let Some(child) = child.filter(|_| live.group.config.epoch == epoch) else { return false };
+        live.withdraw(child);
+        true
+    }
+
+    /// Tell whether a function has submissions in a group that have no answer yet, also in one that has ended.
+    pub fn holds(&mut self, id: GroupId, function: FunctionId) -> bool {
+        (0..self.groups_end).any(|index| {
+            let Some(live) = self.live(index).filter(|live| live.group.config.group == id) else { return false };
+            let child = live.children.iter().position(|child| child.owner == Some(function));
+            child.zip(live.refs).is_some_and(|(child, refs)| refs.redo.iter().any(|redo| redo.present.contains(child)))
         })
-    }
-
-    /// End everything of a group's epoch (PROTOCOL 6). [`Node::is_ending`] tells whether some of it can still take
-    /// effect; false if there is no such group, or it is of another epoch.
-    pub fn fence(&mut self, id: GroupId, epoch: Epoch) -> bool {
-        let Some(index) = self.find(id) else { return false };
-        let same = self.storage.groups[index].as_ref().is_some_and(|group| group.config.epoch == epoch);
-        if same {
-            self.close_group(index);
-        }
-        same
-    }
-
-    /// Tell whether a group has ended while chains of it are in flight, or answers not yet given.
-    pub fn is_ending(&self, id: GroupId) -> bool {
-        self.storage.groups.iter().flatten().any(|group| group.config.group == id && group.is_closing())
     }
 
     /// End a group: at once if nothing of it is by reference; else for everybody but its references, whose chains are
@@ -443,13 +444,26 @@ impl Live<'_> {
         }
     }
 
+    /// Answer all that a child has submitted, as soon as no chain touches it.
+    fn withdraw(&mut self, child: usize) {
+        let (Some(refs), Some(by_reference)) = (&mut self.refs, &mut self.group.by_reference) else { return };
+        by_reference.withdrawn.insert(child);
+        for (index, redo) in refs.redo.iter_mut().enumerate() {
+            redo.to_write.remove(child);
+            if redo.present.contains(child) {
+                redo.owed.insert(child);
+                by_reference.owed.insert(index);
+            }
+        }
+    }
+
     /// The answer of slot `index` is there: decide who by reference is written to first.
     pub(super) fn answer_references(&mut self, index: usize) {
         let (Some(refs), Some(by_reference)) = (&mut self.refs, &mut self.group.by_reference) else { return };
         let (redo, slot) = (&mut refs.redo[index], &mut self.slots[index]);
         slot.pending = slot.pending.without(&by_reference.children);
         let wants = if slot.value_len > 0 { slot.want.both(&by_reference.children) } else { ChildSet::EMPTY };
-        redo.to_write = wants.without(&redo.written);
+        redo.to_write = wants.without(&redo.written).without(&by_reference.withdrawn);
         redo.owed = redo.present.without(&redo.to_write);
         if !redo.owed.is_empty() {
             by_reference.owed.insert(index);

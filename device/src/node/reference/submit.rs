@@ -72,6 +72,9 @@ impl Node<'_> {
         if entry.epoch != live.group.config.epoch {
             return Err(EntryStatus::StaleEpoch);
         }
+        if live.group.by_reference.as_ref().is_some_and(|by| by.withdrawn.contains(child)) {
+            return Err(EntryStatus::Fenced);
+        }
         live.group.lease_until = now + live.group.lease();
         let submitted = live.check_entry(child, entry)?;
         let have = entry.seq.0.checked_sub(u64::from(entry.lag)).map(ChunkNo).ok_or(EntryStatus::Malformed)?;
@@ -279,6 +282,8 @@ impl Live<'_> {
             EntryStatus::Result
         } else if let Some(status) = by_reference.closing {
             status
+        } else if by_reference.withdrawn.contains(child) {
+            EntryStatus::Fenced
         } else if redo.broken.contains(child) {
             EntryStatus::Hardware
         } else if slot.state == State::Answered {

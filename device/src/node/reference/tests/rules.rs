@@ -383,19 +383,45 @@ fn chunks_that_the_engine_does_not_take_are_refused_before_anything_begins() {
 }
 
 #[test]
-fn a_fence_ends_when_no_chain_can_write_any_more() {
+fn who_withdraws_is_let_go_when_no_chain_touches_it_and_the_others_go_on() {
     let mut world = both();
-    (0..2).for_each(|child| world.contribute(child, 0));
-    let other = Epoch { counter: EPOCH.counter + 1, ..EPOCH };
-    assert!(!world.rig.node.fence(group_id(0), other), "not the group's epoch");
-    assert_eq!(world.rig.node.redo_slots(group_id(0)).map(|(start, _, slots)| (start, slots)), Some((0, 8)));
-    assert!(world.rig.node.fence(group_id(0), EPOCH));
+    [1, 0].into_iter().for_each(|child| world.contribute(child, 0));
+    // Of chunk 1, one contribution is pulled; of chunk 2 only the one that is not next is there.
+    world.contribute(0, 1);
+    world.contribute(1, 2);
+    let (id, other) = (group_id(0), Epoch { counter: EPOCH.counter + 1, ..EPOCH });
+    assert!(!world.rig.node.withdraw(id, other, owner(1)), "not the group's epoch");
+    assert!(!world.rig.node.withdraw(id, EPOCH, FunctionId(5)), "not a function of the group");
+    assert_eq!(world.rig.node.redo_slots(id).map(|(start, _, slots)| (start, slots)), Some((0, 8)));
+    assert!(world.rig.node.withdraw(id, EPOCH, owner(1)));
     world.poll();
-    assert!(world.rig.node.is_ending(group_id(0)), "a chain is in flight");
-    assert_eq!(world.engine.aborts.len(), 1);
+    assert_eq!(world.take_answers(), [(1, 2, EntryStatus::Fenced)]);
+    assert!(world.rig.node.holds(id, owner(1)), "a chain in flight writes to it");
+    let entry = world.entry(1, 3);
+    assert_eq!(world.submit(1, &entry), Err(EntryStatus::Fenced));
+    world.run_all();
+    assert_eq!(world.take_answers(), [(0, 0, EntryStatus::Result), (1, 0, EntryStatus::Result)]);
+    assert!(!world.rig.node.holds(id, owner(1)) && world.rig.node.holds(id, owner(0)));
+    assert_eq!(bits(&world.memory(0, 0)), bits(&expression(Order::TreeFold, &[0, 1], 0)));
+    let key = world.address(1, 0).region;
+    assert_eq!(world.regions.deregister(owner(1), key), Ok(true), "nothing of it is in use");
+}
+
+#[test]
+fn who_withdraws_while_it_is_pulled_gets_no_result() {
+    let mut world = both();
+    // Pulled alone, as child 1 is not there yet.
+    world.contribute(0, 0);
+    assert_eq!(world.engine.in_flight.len(), 1);
+    assert!(world.rig.node.withdraw(group_id(0), EPOCH, owner(0)));
+    world.poll();
     assert_eq!(world.take_answers(), []);
-    world.complete(0, Some(2));
-    assert_eq!(world.take_answers(), [(0, 0, EntryStatus::Fenced), (1, 0, EntryStatus::Fenced)]);
-    assert!(!world.rig.node.is_ending(group_id(0)));
-    assert!(!world.rig.node.fence(group_id(0), EPOCH), "it is gone");
+    world.complete(0, None);
+    assert_eq!(world.take_answers(), [(0, 0, EntryStatus::Fenced)]);
+    let before = world.memory(0, 0);
+    world.contribute(1, 0);
+    world.run_all();
+    assert_eq!(world.take_answers(), [(1, 0, EntryStatus::Result)], "what was pulled is in it");
+    assert_eq!(bits(&world.memory(1, 0)), bits(&expression(Order::TreeFold, &[0, 1], 0)));
+    assert_eq!(bits(&world.memory(0, 0)), bits(&before), "nobody writes to what was let go");
 }
