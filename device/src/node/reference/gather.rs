@@ -263,8 +263,14 @@ impl Live<'_> {
         self.owe(index, children);
     }
 
-    /// Pull what is there, in order; at the root, when that is all, publish and write back in the same chain.
+    /// When everybody has contributed, pull in order; at the root, publish and write back in the same chain.
+    ///
+    /// To pull what is there while others are missing would gain the time of a few chunks, and cost a chain and another
+    /// pass over the accumulators for each child that comes later than the one before: which is all of them.
     fn gather<E: Engine + LocalMemory>(&mut self, index: usize, engine: &mut E) -> Result<Turn, Status> {
+        if !self.is_everybody_there(index) {
+            return Ok(Turn::Idle);
+        }
         let Some(refs) = &self.refs else { return Ok(Turn::Idle) };
         let mut draft = Draft::new(refs.capabilities);
         let combines = self.engine_combines(index);
@@ -304,6 +310,15 @@ impl Live<'_> {
             }
         }
         self.submit_draft(index, draft, engine)
+    }
+
+    /// Tell whether every child has contributed to slot `index`: by reference or inline.
+    fn is_everybody_there(&self, index: usize) -> bool {
+        let Some(refs) = &self.refs else { return false };
+        let redo = &refs.redo[index];
+        // Who has withdrawn after it was pulled is in the accumulators.
+        let there = redo.present.union(&self.slots[index].bits).union(&redo.pulled);
+        there.len() == self.children.len()
     }
 
     /// Tell what is next to be combined, if it is there.

@@ -33,7 +33,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
 fn a_chunk_of_a_root_is_one_chain_that_publishes_before_it_writes() {
     let mut world = both();
     world.contribute(1, 0);
-    assert_eq!(world.engine.in_flight, [], "pulled in order: child 0 is first");
+    assert_eq!(world.engine.in_flight, [], "pulled when everybody is there");
     world.contribute(0, 0);
     let [(tag, _, steps)] = &world.engine.in_flight[..] else { panic!("one chain") };
     assert_eq!((tag.seq, tag.slot), (0, 0));
@@ -386,7 +386,7 @@ fn chunks_that_the_engine_does_not_take_are_refused_before_anything_begins() {
 fn who_withdraws_is_let_go_when_no_chain_touches_it_and_the_others_go_on() {
     let mut world = both();
     [1, 0].into_iter().for_each(|child| world.contribute(child, 0));
-    // Of chunk 1, one contribution is pulled; of chunk 2 only the one that is not next is there.
+    // Chunks 1 and 2 miss a contribution each.
     world.contribute(0, 1);
     world.contribute(1, 2);
     let (id, other) = (group_id(0), Epoch { counter: EPOCH.counter + 1, ..EPOCH });
@@ -408,20 +408,26 @@ fn who_withdraws_is_let_go_when_no_chain_touches_it_and_the_others_go_on() {
 }
 
 #[test]
-fn who_withdraws_while_it_is_pulled_gets_no_result() {
-    let mut world = both();
-    // Pulled alone, as child 1 is not there yet.
-    world.contribute(0, 0);
+fn who_withdraws_when_it_is_pulled_gets_no_result() {
+    let ten = Setup { children: 10, ..TWO };
+    // So many need several chains.
+    let mut world = World::new(ten, 0x3ff, Capabilities::new(Profile::Full, 9, 64));
+    (0..10).for_each(|child| world.contribute(child, 0));
     assert_eq!(world.engine.in_flight.len(), 1);
     assert!(world.rig.node.withdraw(group_id(0), EPOCH, owner(0)));
     world.poll();
     assert_eq!(world.take_answers(), []);
+    // The next chain has to wait for room, so that nothing is in flight.
+    let depth = std::mem::replace(&mut world.engine.depth, 0);
     world.complete(0, None);
     assert_eq!(world.take_answers(), [(0, 0, EntryStatus::Fenced)]);
     let before = world.memory(0, 0);
-    world.contribute(1, 0);
+    world.engine.depth = depth;
+    world.poll();
     world.run_all();
-    assert_eq!(world.take_answers(), [(1, 0, EntryStatus::Result)], "what was pulled is in it");
-    assert_eq!(bits(&world.memory(1, 0)), bits(&expression(Order::TreeFold, &[0, 1], 0)));
+    let results: Vec<_> = (1..10).map(|child| (child, 0, EntryStatus::Result)).collect();
+    assert_eq!(world.take_answers(), results);
+    let all: Vec<u16> = (0..10).collect();
+    assert_eq!(bits(&world.memory(1, 0)), bits(&expression(Order::TreeFold, &all, 0)), "what was pulled is in it");
     assert_eq!(bits(&world.memory(0, 0)), bits(&before), "nobody writes to what was let go");
 }
