@@ -165,7 +165,7 @@ impl Attached {
         let limit = usize::from(self.seat.tree.chunk_len_bytes) / 4;
         let (first, mut done) = (self.next, 0);
         while done < elements {
-            let room = (RUN - self.next % RUN) as usize * limit;
+            let room = (RUN - self.next % RUN).min(self.seat.tree.window_max.into()) as usize * limit;
             let part = room.min(elements - done);
             let count = part.div_ceil(limit) as u16;
             let mut entry = self.run_of(key, count, part as u32);

@@ -85,7 +85,7 @@ impl ControllerConfig {
             fabric: None,
             table: CostTable::EMULATED,
             window_bytes: 1 << 20,
-            reference_window_chunks: 16,
+            reference_window_chunks: 32,
             chunk_max_bytes: 60 * 1024 - 16,
             reference_chunk_max_bytes: 60 * 1024,
             shared_answers: true,

@@ -157,7 +157,7 @@ fn ranks_on_the_devices_machine_contribute_by_reference() {
     let ranks = join(&controller, "job", &[AUTO, SHM]);
     for tree in ranks.iter().map(tree) {
         assert_eq!((&tree.bus, tree.shared), (&bus(1 << 20), None));
-        assert_eq!((tree.window_max, tree.window_start, tree.facts.ranks_by_reference), (16, 16, 2));
+        assert_eq!((tree.window_max, tree.window_start, tree.facts.ranks_by_reference), (32, 32, 2));
     }
     let group = device.group();
     assert_eq!((children(group.by_reference), group.shared, group.slots), (vec![0, 1], None, 32));
