@@ -329,12 +329,13 @@ impl Functions {
     /// nothing else. True if there may be more to do at once.
     pub(super) fn attend(&mut self, node: &mut Node<'_>, now: impl Fn() -> Instant) -> bool {
         let lingers = !self.attached.is_empty() && node.is_all_by_reference();
-        for _ in 0..TURNS_PER_LOOK {
+        for turn in 0..TURNS_PER_LOOK {
             let served = self.serve(node, now());
             // Between two chains the rings and the engine's other threads get what they wait for.
             let worked = self.engine.work();
             if !(served || worked || lingers && self.linger()) {
-                return false;
+                // What was done in earlier turns may have left packets to send.
+                return turn > 0;
             }
         }
         true
