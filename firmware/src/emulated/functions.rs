@@ -209,7 +209,7 @@ impl Functions {
         }
         let stirred = &mut self.stirred;
         self.bells.poll(|number| stirred.push(number));
-        for number in std::mem::take(&mut self.stirred) {
+        while let Some(number) = self.stirred.pop() {
             let Some(at) = self.attached.iter().position(|function| function.is_number(number)) else { continue };
             if let Err(ended) = self.attached[at].hear() {
                 self.detach(at, &ended);
