@@ -35,11 +35,8 @@ const YIELDS: u32 = 100;
 /// Entries that are submitted or taken in at a time.
 const BATCH: usize = 32;
 
-/// The most memory of a bounce buffer.
-const BOUNCE_MAX_BYTES: usize = 4 << 20;
-
-/// The fewest chunks of one: two runs, so that one is copied while the other is under way.
-const BOUNCE_CHUNKS: usize = 32;
+/// The memory of a bounce buffer: four runs of what is copied at a time, few enough to stay in a cache.
+const BOUNCE_LEN_BYTES: usize = 1 << 20;
 
 /// A rank's side of one group by reference, on its device.
 #[derive(Debug)]
@@ -77,9 +74,8 @@ impl ReferenceDriver {
     pub(super) fn with_life(seating: &Seating, life: Life) -> Result<Self, AttachError> {
         let Attached { connection, function, identity, admin, mut data, redo } = Attached::open(seating)?;
         let chunk = usize::from(seating.chunk_len_bytes).next_multiple_of(64);
-        let chunks = usize::from(seating.window_max).max(BOUNCE_CHUNKS);
         let alignment = identity.dma.alignment_bytes.max(64) as usize;
-        let len_bytes = (chunks * chunk).min(BOUNCE_MAX_BYTES).max(2 * chunk.next_multiple_of(alignment));
+        let len_bytes = BOUNCE_LEN_BYTES.max(2 * chunk.next_multiple_of(alignment));
         let len_bytes = len_bytes.next_multiple_of(alignment);
         let bounce = Region::create(len_bytes, Pages::Normal)?;
         // One place is left for the word of which operations differ.

@@ -26,6 +26,9 @@ use sumac_hal::wire::unpack_op;
 /// Where bounced chunks begin at least: whole cache lines, so that no two runs share one.
 const BOUNCE_ALIGNMENT_BYTES: u64 = 64;
 
+/// How much is copied before the device is told of it, in bytes: so that it has work while the next is copied.
+const BOUNCED_RUN_BYTES: u64 = 256 << 10;
+
 /// The bounce buffer, as the device knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BounceConfig {
@@ -208,6 +211,8 @@ impl ReferenceEndpoint {
             return None;
         }
         let first = self.plan(&op, seq, true)?;
+        let copied = (BOUNCED_RUN_BYTES / u64::from(self.config.chunk_len_bytes)).max(1);
+        let end = if first.bounce.is_some() { end.min(seq + copied) } else { end };
         let (src, dst) = (first.src, first.dst);
         let moves = src.is_some() || dst.is_some();
         let full = op.full_chunk_bytes();
