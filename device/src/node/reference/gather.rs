@@ -1,4 +1,4 @@
-//! From the first pull to the last write: a slot's chains, what the processor does between them, and failures.
+//! From the first pull to the last write: a slot's chains, and what the processor does between them.
 //!
 //! The processor combines what the engine can't: contributions that came inline, and everything where the engine only
 //! copies (then through the bounce). Where an engine would round at every step what the contract rounds once
@@ -7,7 +7,6 @@
 use super::chain::{Draft, Place};
 use super::redo::nothing_at;
 use super::{Live, Node, Plan, RedoSlot};
-use crate::group::Failure;
 use crate::order::{Input, take};
 use crate::sets::ChildSet;
 use crate::slot::State;
@@ -15,14 +14,10 @@ use sumac_hal::ctrl::{DropReason, Order};
 use sumac_hal::dma::{Chain, Completion, Engine, LocalMemory, Scope, Span, Status, Step, SubmitError, Tag};
 use sumac_hal::reduce::Kernel;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::NakReason;
-
-/// Chains of a slot that may fail one after the other before the chunk is given up.
-const FAILURES_MAX: u16 = 4;
 
 /// How far a slot came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Turn {
+pub(super) enum Turn {
     /// Nothing to do until something arrives or completes.
     Idle,
     /// There may be more to do at once.
@@ -118,11 +113,11 @@ impl Live<'_> {
         true
     }
 
-    fn redo(&mut self, index: usize) -> Option<&mut RedoSlot> {
+    pub(super) fn redo(&mut self, index: usize) -> Option<&mut RedoSlot> {
         self.refs.as_mut().map(|refs| &mut refs.redo[index])
     }
 
-    fn by_reference(&self) -> ChildSet {
+    pub(super) fn by_reference(&self) -> ChildSet {
         self.group.by_reference.as_ref().map_or(ChildSet::EMPTY, |by| by.children)
     }
 
@@ -142,7 +137,7 @@ impl Live<'_> {
     }
 
     /// The plan of slot `index` has come true.
-    fn commit(&mut self, index: usize) {
+    pub(super) fn commit(&mut self, index: usize) {
         let Some(redo) = self.redo(index) else { return };
         let plan = core::mem::replace(&mut redo.plan, Plan::NOTHING);
         redo.bounced = plan.bounces.or(redo.bounced);
@@ -170,7 +165,7 @@ impl Live<'_> {
         }
     }
 
-    fn owe(&mut self, index: usize, children: &ChildSet) {
+    pub(super) fn owe(&mut self, index: usize, children: &ChildSet) {
         let (Some(refs), Some(by_reference)) = (&mut self.refs, &mut self.group.by_reference) else { return };
         let redo = &mut refs.redo[index];
         redo.owed = redo.owed.union(&children.both(&redo.present));
@@ -200,67 +195,6 @@ impl Live<'_> {
         };
         // Its own memory fails a device only where it is broken, or the engine gone: no use trying again.
         done.unwrap_or_else(|_| self.give_up(index, now))
-    }
-
-    /// A chain of slot `index` failed: find out what it did before.
-    fn judge_chain<E: LocalMemory>(&mut self, index: usize, engine: &mut E, now: Instant) -> Turn {
-        let rounds = self.refs.as_ref().is_some_and(|refs| refs.redo[index].plan.rounds);
-        let record = self.record(index, rounds);
-        let found = self.read_record(index, engine);
-        let state = self.slots[index].state;
-        let Some(redo) = self.redo(index) else { return Turn::Idle };
-        redo.bounced = None;
-        let (plan, failures) = (redo.plan, redo.failures);
-        if state == State::Answered {
-            redo.plan = Plan::NOTHING;
-            if failures >= FAILURES_MAX {
-                redo.failures = 0;
-                self.give_up_writing(index, &plan.writes);
-            }
-            return Turn::Again;
-        }
-        if plan.publishes && found == Ok(record) {
-            // All of the result is there; whom it did not reach is written to again.
-            redo.plan.writes = ChildSet::EMPTY;
-            self.commit(index);
-            return Turn::Again;
-        }
-        redo.plan = Plan::NOTHING;
-        self.poison(index);
-        if found.is_err() || failures >= FAILURES_MAX { self.give_up(index, now) } else { Turn::Again }
-    }
-
-    /// The accumulators of slot `index` are spoilt: a new attempt begins (PROTOCOL 7).
-    fn poison(&mut self, index: usize) {
-        let by_reference = self.by_reference();
-        let Some(redo) = self.redo(index) else { return };
-        redo.pulled = ChildSet::EMPTY;
-        redo.finished = false;
-        let slot = &mut self.slots[index];
-        slot.attempt = slot.attempt.wrapping_add(1);
-        slot.bits = slot.bits.without(&by_reference);
-        slot.data = slot.data.without(&by_reference);
-        slot.want = slot.want.without(&by_reference);
-    }
-
-    /// The chunk can't be had, or not be delivered: say so to whom it concerns.
-    fn give_up(&mut self, index: usize, now: Instant) -> Turn {
-        if self.slots[index].state == State::Answered {
-            let left = self.refs.as_ref().map_or(ChildSet::EMPTY, |refs| refs.redo[index].to_write);
-            self.give_up_writing(index, &left);
-        } else {
-            let (from, op) = (self.shard().global(self.slots[index].local), self.slots[index].op);
-            // The one reason by which a subtree can say that it is its own fault.
-            self.refuse(index, Failure { from, reason: NakReason::Unsupported, ops: Some((op, op)) }, now);
-        }
-        Turn::Idle
-    }
-
-    fn give_up_writing(&mut self, index: usize, children: &ChildSet) {
-        let Some(redo) = self.redo(index) else { return };
-        redo.to_write = redo.to_write.without(children);
-        redo.broken = redo.broken.union(children);
-        self.owe(index, children);
     }
 
     /// When everybody has contributed, pull in order; at the root, publish and write back in the same chain.

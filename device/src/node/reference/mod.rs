@@ -20,7 +20,8 @@
 //! | 64 + chunk.. | accumulators, one chunk each; the first one becomes the value |
 //!
 //! Where the rules are: here the tables and their life, `submit.rs` (rings: what comes in, what is answered),
-//! `chain.rs` and `draft.rs` (which steps, in which order), `redo.rs` (where things lie), `gather.rs` (from the first pull to the last write, and failures).
+//! `chain.rs` and `draft.rs` (which steps, in which order), `redo.rs` (where things lie), `gather.rs` (from the first pull
+//! to the last write), `failure.rs` (chains that failed).
 //!
 //! Invariants:
 //! - A slot has one chain in flight at most. While it has, its redo slot and the memory of the children in that chain
@@ -36,6 +37,7 @@
 
 mod chain;
 mod draft;
+mod failure;
 mod gather;
 mod redo;
 mod submit;
