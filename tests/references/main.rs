@@ -1,0 +1,13 @@
+//! Contributions by reference from end to end: controller, boards with their engines, and ranks in one process, against
+//! the oracle.
+//!
+//! | file | what |
+//! |---|---|
+//! | `calls` | operations, the memory that a rank calls them with, and what has to be there afterwards |
+//! | `grid` | the whole table of collectives, types and operators |
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod calls;
+mod grid;
