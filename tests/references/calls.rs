@@ -77,7 +77,8 @@ impl Call {
         }
     }
 
-    fn input(&self, rank: usize, elements: Range<usize>) -> Vec<u8> {
+    /// Return elements of what a rank puts in.
+    pub(crate) fn input(&self, rank: usize, elements: Range<usize>) -> Vec<u8> {
         self.repeat(&self.inputs[rank], elements)
     }
 

@@ -5,9 +5,13 @@
 //! |---|---|
 //! | `calls` | operations, the memory that a rank calls them with, and what has to be there afterwards |
 //! | `grid` | the whole table of collectives, types and operators |
+//! | `seats` | what the controller gives to jobs |
+//! | `orders` | declared orders: the same bits whichever way the bytes take |
 
 #[path = "../common/mod.rs"]
 mod common;
 
 mod calls;
 mod grid;
+mod orders;
+mod seats;
