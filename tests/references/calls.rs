@@ -128,6 +128,11 @@ impl Way {
         let skip = (bits >> 8) as usize % 16 * unit;
         Self { in_place: bit(0), registered_input: bit(1), registered_output: bit(2), skip }
     }
+
+    /// The way with all memory registered, or none.
+    pub(crate) const fn of(registered: bool, in_place: bool) -> Self {
+        Self { in_place, registered_input: registered, registered_output: registered, skip: 0 }
+    }
 }
 
 /// The memory of a rank: an input and an output of each kind.

@@ -7,11 +7,13 @@
 //! | `grid` | the whole table of collectives, types and operators |
 //! | `seats` | what the controller gives to jobs |
 //! | `orders` | declared orders: the same bits whichever way the bytes take |
+//! | `levels` | two levels, and how many bytes move where |
 
 #[path = "../common/mod.rs"]
 mod common;
 
 mod calls;
 mod grid;
+mod levels;
 mod orders;
 mod seats;

@@ -5,6 +5,7 @@ use crate::calls::{Call, leaf};
 use crate::common::Cluster;
 use crate::seats::shape;
 use std::sync::{Condvar, Mutex};
+use std::time::Duration;
 use sumac::controller::ControllerConfig;
 use sumac::{Algo, Attach, Communicator, Held, JoinConfig, OpDesc, Order, Path, ReduceOp, Transfer};
 use sumac_firmware::emulated::BusConfig;
@@ -21,6 +22,8 @@ const CHUNK_LEN_BYTES: u16 = 2048;
 
 /// Times that each way is gone, by ranks that come in another order each time.
 const RUNS: u64 = 3;
+
+const LONG: Duration = Duration::from_secs(60);
 
 /// How the ranks of a job reach their leaf.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,7 +55,9 @@ impl Turns {
     /// Do something as the `turn`th.
     fn take<R>(&self, turn: usize, begin: impl FnOnce() -> R) -> R {
         let begun = self.begun.lock().expect("nobody panics");
-        let mut begun = self.next.wait_while(begun, |begun| *begun != turn).expect("nobody panics");
+        let waited = self.next.wait_timeout_while(begun, LONG, |begun| *begun != turn);
+        let (mut begun, late) = waited.expect("nobody panics");
+        assert!(!late.timed_out(), "the rank before has not begun");
         let result = begin();
         *begun += 1;
         self.next.notify_all();
