@@ -135,6 +135,11 @@ impl ReferenceDriver {
         if len_bytes == 0 {
             return Ok(Buffer::plain(len));
         }
+        // Room for it may be what was dropped. What is wrong with the device, the next call says.
+        if let Err(breach) = self.keep_house() {
+            self.endpoint.fail(breach.into());
+            return Err(breach.into());
+        }
         let region = Region::create(len_bytes, Pages::Normal)?;
         let handle = self.next_handle;
         self.next_handle += 1;
