@@ -8,11 +8,13 @@
 //! | `seats` | what the controller gives to jobs |
 //! | `orders` | declared orders: the same bits whichever way the bytes take |
 //! | `levels` | two levels, and how many bytes move where |
+//! | `flight` | operations in flight, and registered memory that comes and goes |
 
 #[path = "../common/mod.rs"]
 mod common;
 
 mod calls;
+mod flight;
 mod grid;
 mod levels;
 mod orders;
