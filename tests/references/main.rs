@@ -9,6 +9,7 @@
 //! | `orders` | declared orders: the same bits whichever way the bytes take |
 //! | `levels` | two levels, and how many bytes move where |
 //! | `flight` | operations in flight, and registered memory that comes and goes |
+//! | `sharing` | groups that share a device, calls that differ, and devices without room |
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -19,3 +20,4 @@ mod grid;
 mod levels;
 mod orders;
 mod seats;
+mod sharing;
