@@ -5,6 +5,7 @@ use std::mem;
 use sumac::controller::{ControllerConfig, status};
 use sumac::{Algo, Attach, Buffer, Communicator, Error, Handle, JoinConfig, ReduceOp, Transfer};
 use sumac_firmware::emulated::BusConfig;
+use sumac_hal::ids::Rank;
 use sumac_tests::oracle::weight;
 
 const RANKS: u32 = 3;
@@ -193,4 +194,44 @@ fn by_packets_the_same_program_has_ordinary_memory() {
         }
         comm.leave();
     });
+}
+
+/// A rank that goes in the middle of an operation takes its memory out of the device's hands first; the others' chunks
+/// are old or new, and the next job finds the device as it was.
+#[test]
+fn a_communicator_that_is_dropped_in_flight_harms_nobody() {
+    const LEN: usize = 50_000;
+    const CHUNK: usize = 1024 / size_of::<i64>();
+    let cluster = cluster();
+    for round in 0..6 {
+        let ends = cluster.run(&format!("gone {round}"), RANKS, by_reference, |comm| {
+            let mut buffer = comm.alloc::<i64>(LEN).expect("memory");
+            buffer.iter_mut().enumerate().for_each(|(i, x)| *x = value(round, comm.rank(), i));
+            comm.barrier().expect("all are there");
+            if comm.rank() == 0 {
+                // Some of it goes into registered memory, and, every other time, some through the bounce buffer.
+                drop(comm.start_all_reduce(buffer, ReduceOp::Sum));
+                drop((round % 2 == 0).then(|| comm.start_all_reduce(vec![1_i64; LEN], ReduceOp::Sum)));
+                return Ok(0);
+            }
+            let ended = comm.all_reduce(&mut buffer, ReduceOp::Sum);
+            let sum = |i| (0..RANKS).fold(0_i64, |sum, rank| sum.wrapping_add(value(round, rank, i)));
+            let mut landed = 0;
+            for (at, chunk) in (0..).step_by(CHUNK).zip(buffer.chunks(CHUNK)) {
+                let is = |value: &dyn Fn(usize) -> i64| chunk.iter().zip(at..).all(|(&x, i)| x == value(i));
+                let new = is(&sum);
+                assert!(new || is(&|i| value(round, comm.rank(), i)), "the chunk at {at} is torn");
+                landed += usize::from(new);
+            }
+            assert!(ended.is_err() || landed == LEN.div_ceil(CHUNK), "a sum in part");
+            ended.map(|_| landed)
+        });
+        let told = |end: &Result<usize, Error>| matches!(end, Ok(_) | Err(Error::RankLost { rank: Rank(0) }));
+        assert!(ends.iter().all(told), "{ends:?}");
+    }
+    cluster.run("after", RANKS, by_reference, |comm| {
+        (0..12).for_each(|op| drop(wait(start(&comm, op), op)));
+        comm.leave();
+    });
+    assert_strict(&cluster);
 }
