@@ -18,6 +18,9 @@ use sumac_tests::oracle::weight;
 
 const CHUNK_LEN_BYTES: u16 = 1024;
 
+/// Ranks of jobs that call different things.
+const RANKS: u32 = 3;
+
 fn cluster(hosts: usize, redo_memory_bytes: usize) -> Cluster {
     let config = ControllerConfig { reference_chunk_max_bytes: CHUNK_LEN_BYTES, ..ControllerConfig::new() };
     Cluster::start_on(1, hosts, BusConfig { strict: true, redo_memory_bytes, ..BusConfig::default() }, config)
@@ -60,28 +63,42 @@ fn mixes() -> Vec<[OpDesc; 2]> {
     ]
 }
 
-/// All ranks hear of both operations, count and root included; what was right before stays.
+/// One rank, `odd`, calls another operation than the others, after one that is right, in registered memory or not;
+/// returns what each is told.
+fn differ(
+    cluster: &Cluster,
+    job: &str,
+    (odd, ops): (u32, [OpDesc; 2]),
+    (registered, attach): (bool, fn(u32) -> Attach),
+) -> Vec<Error> {
+    let configure = |config: &mut JoinConfig| (config.algo, config.attach) = (Algo::Tree, attach(config.rank));
+    cluster.run(job, RANKS, configure, |comm| {
+        sum(&comm, 1, 500);
+        let desc = ops[usize::from(comm.rank() != odd)];
+        let len = desc.count as usize * desc.element_bytes();
+        let mut plain = vec![7; len];
+        let mut buffer = comm.alloc::<u8>(len).expect("memory");
+        buffer.fill(7);
+        let memory = if registered { &mut buffer[..] } else { &mut plain[..] };
+        let options = CallOptions { deadline: Some(Duration::from_secs(20)), ..CallOptions::default() };
+        let error = comm.run(&desc, &mut *memory, &options).expect_err("a mismatch");
+        assert!(memory.iter().all(|&byte| byte == 7), "{desc}: the buffer is as it was");
+        assert!(matches!(comm.barrier(), Err(Error::Ended(_))));
+        error
+    })
+}
+
+/// All ranks hear of both operations, count and root included, whichever way they contribute.
 #[test]
 fn operations_that_differ_are_named_at_all_ranks() {
-    const RANKS: u32 = 3;
     let cluster = cluster(RANKS as usize, 8 << 20);
-    for (number, ops) in mixes().into_iter().enumerate() {
-        for registered in [true, false] {
-            let odd = (number as u32 + u32::from(registered)) % RANKS;
-            let errors = cluster.run(&format!("differ {number} {registered}"), RANKS, by_reference, |comm| {
-                sum(&comm, number as u64, 500);
-                let desc = ops[usize::from(comm.rank() != odd)];
-                let len = desc.count as usize * desc.element_bytes();
-                let mut plain = vec![7; len];
-                let mut buffer = comm.alloc::<u8>(len).expect("memory");
-                buffer.fill(7);
-                let memory = if registered { &mut buffer[..] } else { &mut plain[..] };
-                let options = CallOptions { deadline: Some(Duration::from_secs(20)), ..CallOptions::default() };
-                let error = comm.run(&desc, &mut *memory, &options).expect_err("a mismatch");
-                assert!(memory.iter().all(|&byte| byte == 7), "{desc}: the buffer is as it was");
-                assert!(matches!(comm.barrier(), Err(Error::Ended(_))));
-                error
-            });
+    let mixed: fn(u32) -> Attach = |rank| if rank == 1 { Attach::Udp } else { Attach::Shm };
+    for (way, (registered, attach)) in
+        [(true, mixed), (true, |_| Attach::Shm), (false, |_| Attach::Shm)].into_iter().enumerate()
+    {
+        for (number, ops) in mixes().into_iter().enumerate() {
+            let odd = (number + way) as u32 % RANKS;
+            let errors = differ(&cluster, &format!("differ {way} {number}"), (odd, ops), (registered, attach));
             for error in &errors {
                 let Error::Mismatch { first, other } = error else { panic!("{ops:?}: {error}") };
                 let named: BTreeSet<String> = [first, other].map(ToString::to_string).into();
@@ -96,9 +113,8 @@ fn operations_that_differ_are_named_at_all_ranks() {
 /// Each sub-communicator is a group of its own, and each of its ranks a function of its own.
 #[test]
 fn sub_communicators_share_a_device_by_reference() {
-    const RANKS: u32 = 6;
-    let cluster = cluster(RANKS as usize, 32 << 20);
-    cluster.run("world", RANKS, by_reference, |comm| {
+    let cluster = cluster(6, 32 << 20);
+    cluster.run("world", 6, by_reference, |comm| {
         let row = comm.split(Some(comm.rank() / 3), 0).expect("a split").expect("a color");
         let column = comm.split_with(Some(comm.rank() % 3), 0, |config| config.order = Order::TreePairwise);
         let column = column.expect("a split").expect("a color");
