@@ -1,8 +1,9 @@
 //! Operations in flight, and registered memory that comes and goes meanwhile.
 
 use crate::common::Cluster;
+use crate::seats::wait_until_idle;
 use std::mem;
-use sumac::controller::{ControllerConfig, status};
+use sumac::controller::ControllerConfig;
 use sumac::{Algo, Attach, Buffer, Communicator, Error, Handle, JoinConfig, ReduceOp, Transfer};
 use sumac_firmware::emulated::BusConfig;
 use sumac_hal::ids::Rank;
@@ -107,8 +108,7 @@ fn what_is_dropped_or_forgotten_disturbs_nobody() {
         });
     }
     // The forgotten handles keep their communicators, but no group.
-    let report = status(cluster.controller.local_addr()).expect("a report");
-    assert_eq!(report.devices[0].stats.as_ref().map(|stats| stats.groups), Ok(0));
+    wait_until_idle(&cluster);
     assert_strict(&cluster);
 }
 
@@ -229,6 +229,7 @@ fn a_communicator_that_is_dropped_in_flight_harms_nobody() {
         let told = |end: &Result<usize, Error>| matches!(end, Ok(_) | Err(Error::RankLost { rank: Rank(0) }));
         assert!(ends.iter().all(told), "{ends:?}");
     }
+    wait_until_idle(&cluster);
     cluster.run("after", RANKS, by_reference, |comm| {
         (0..12).for_each(|op| drop(wait(start(&comm, op), op)));
         comm.leave();

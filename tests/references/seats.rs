@@ -2,9 +2,9 @@
 
 use crate::common::Cluster;
 use std::thread;
-use std::time::Duration;
-use sumac::controller::Session;
+use std::time::{Duration, Instant};
 use sumac::controller::proto::{JoinRequest, Membership};
+use sumac::controller::{Session, status};
 use sumac::plan::Child;
 use sumac::{Attach, Order};
 use sumac_hal::ids::Rank;
@@ -43,6 +43,21 @@ pub(crate) fn memberships(
         membership
     };
     seats.into_iter().map(left).collect()
+}
+
+/// Wait until no job is left, and no group on any device: ranks do not wait for that when they leave.
+pub(crate) fn wait_until_idle(cluster: &Cluster) {
+    let deadline = Instant::now() + LONG;
+    loop {
+        let report = status(cluster.controller.local_addr()).expect("a report");
+        let groups = report.devices.iter().map(|device| device.stats.as_ref().map(|stats| stats.groups));
+        let groups: u16 = groups.sum::<Result<u16, _>>().expect("devices that answer");
+        if report.jobs.is_empty() && groups == 0 {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{groups} groups, {:?}", report.jobs);
+        thread::yield_now();
+    }
 }
 
 /// Return the tree that a job gets.

@@ -1,7 +1,7 @@
 //! Groups that share a device, calls that differ, and devices without room for redo slots.
 
 use crate::common::Cluster;
-use crate::seats::memberships;
+use crate::seats::{memberships, wait_until_idle};
 use std::collections::BTreeSet;
 use std::thread;
 use std::time::Duration;
@@ -218,6 +218,7 @@ fn redo_memory_is_to_be_had_again_when_a_job_has_left() {
         assert_eq!(sum(&comm, 2, 5000).transfer, Some(Transfer::Registered));
         comm.leave();
     });
+    wait_until_idle(&cluster);
     assert_eq!(transfer_and_reason(&cluster, "fourth", Attach::Shm), (Some(Transfer::Registered), None));
 }
 
