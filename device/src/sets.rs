@@ -70,6 +70,30 @@ impl<const WORDS: usize> Bits<WORDS> {
         rest.map(|i| i * 64 + self.words[i].trailing_zeros() as usize).or_else(|| self.first())
     }
 
+    /// Return all members, those that are at least `from` first.
+    pub(crate) fn iter_from(&self, from: usize) -> impl Iterator<Item = usize> {
+        let (word, bits) = (from / 64 % WORDS, u64::MAX << (from % 64));
+        // The word of `from` comes twice: its upper part first, its lower part last.
+        let parts = (0..=WORDS).map(move |turn| {
+            let index = (word + turn) % WORDS;
+            let mask = [u64::MAX, bits, !bits][if turn == 0 {
+                1
+            } else if turn == WORDS {
+                2
+            } else {
+                0
+            }];
+            (index, self.words[index] & mask)
+        });
+        parts.flat_map(|(index, mut bits)| {
+            core::iter::from_fn(move || {
+                let bit = bits.trailing_zeros() as usize;
+                bits &= bits.wrapping_sub(1);
+                (bit < 64).then_some(index * 64 + bit)
+            })
+        })
+    }
+
     /// Count the members in `start..end`.
     pub(crate) fn count_in(&self, start: usize, end: usize) -> usize {
         (0..WORDS)
@@ -101,6 +125,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
     use std::collections::BTreeSet;
+    use std::vec::Vec;
 
     proptest! {
         #[test]
@@ -112,6 +137,8 @@ mod tests {
             prop_assert_eq!(bits.first(), members.first().copied());
             prop_assert_eq!(bits.first_from(from), members.range(from..).next().or(members.first()).copied());
             prop_assert_eq!(bits.len(), members.len());
+            let in_turn: Vec<usize> = members.range(from..).chain(members.range(..from)).copied().collect();
+            prop_assert_eq!(bits.iter_from(from).collect::<Vec<_>>(), in_turn);
             let mut upper = ChildSet::EMPTY;
             (from..256).for_each(|n| upper.insert(n));
             let (union, without, both) = (bits.union(&upper), bits.without(&upper), bits.both(&upper));

@@ -48,14 +48,19 @@ const REDO: RegionKey = RegionKey { index: REGIONS as u16, generation: 1 };
 
 /// Chains that write no more than this are done by the shard itself: some microseconds' work, which is less than waking
 /// an engine's thread takes.
-const INLINE_LEN_BYTES: u64 = 32 << 10;
+const INLINE_LEN_BYTES: u64 = 192 << 10;
 
 /// The engine's threads wake the shard when they have no more chains than this left, not after each: until then there is
 /// enough for them to do.
 const LOW_CHAINS: u32 = 4;
 
-/// Chains of its own that the shard does before it looks at its sockets: some 100 us of work.
-const CHAINS_PER_LOOK: usize = 4;
+/// How often the shard yields before it sleeps: some 30 us where nobody else wants the core, which is what a wake-up
+/// takes.
+const YIELDS: u32 = 100;
+
+/// How often the shard turns to its rings before it looks at its sockets again: a turn is a chain of its own, or some
+/// short operations.
+const TURNS_PER_LOOK: usize = 8;
 
 /// Completions taken at a time.
 const BATCH: usize = 32;
@@ -146,7 +151,7 @@ impl Functions {
             bells: Bells::new()?,
             doorbell,
             // The shard, its engine, and a rank.
-            patience: Patience::for_this_machine(threads + 2),
+            patience: Patience::for_this_machine(threads + 2).with_yields(YIELDS),
             boot_id,
             arrivals,
             links: Vec::new(),
@@ -212,7 +217,7 @@ impl Functions {
         }
         let stirred = &mut self.stirred;
         self.bells.poll(|number| stirred.push(number));
-        for number in std::mem::take(&mut self.stirred) {
+        while let Some(number) = self.stirred.pop() {
             let Some(at) = self.attached.iter().position(|function| function.is_number(number)) else { continue };
             if let Err(ended) = self.attached[at].hear() {
                 self.detach(at, &ended);
@@ -266,7 +271,7 @@ impl Functions {
     }
 
     /// Do what there is to do without waiting; true if anything was done.
-    pub(super) fn serve(&mut self, node: &mut Node<'_>, now: Instant) -> bool {
+    fn serve(&mut self, node: &mut Node<'_>, now: Instant) -> bool {
         let mut busy = false;
         let mut at = 0;
         while at < self.attached.len() {
@@ -339,16 +344,31 @@ impl Functions {
         busy
     }
 
-    /// Do some chains of the shard's share, if it has any: between two of them it looks at rings and engine, and after a
-    /// few at its sockets again.
-    pub(super) fn work(&mut self, node: &mut Node<'_>, now: impl Fn() -> Instant) -> bool {
-        for done in 0..CHAINS_PER_LOOK {
-            if !self.engine.work() {
-                return done > 0;
+    /// Serve the rings, and do the shard's share of the engine's work; where nothing comes as packets, look for a while at
+    /// nothing else. True if there may be more to do at once.
+    pub(super) fn attend(&mut self, node: &mut Node<'_>, now: impl Fn() -> Instant) -> bool {
+        let lingers = !self.attached.is_empty() && node.is_all_by_reference();
+        for turn in 0..TURNS_PER_LOOK {
+            let served = self.serve(node, now());
+            // Between two chains the rings and the engine's other threads get what they wait for.
+            let worked = self.engine.work();
+            if !(served || worked || lingers && self.linger()) {
+                // What was done in earlier turns may have left packets to send.
+                return turn > 0;
             }
-            self.serve(node, now());
         }
         true
+    }
+
+    /// Let others run until there is news; false if they have had their turns and there is none.
+    fn linger(&mut self) -> bool {
+        for _ in 0..self.patience.yields {
+            if self.has_news() {
+                return true;
+            }
+            thread::yield_now();
+        }
+        self.has_news()
     }
 
     fn has_news(&mut self) -> bool {
@@ -357,12 +377,6 @@ impl Functions {
 
     /// Sleep until there is something to do, or `timeout` has passed.
     pub(super) fn sleep(&mut self, port: &mut UdpPort, timeout: Option<Duration>) {
-        for _ in 0..self.patience.yields {
-            if self.has_news() {
-                return;
-            }
-            thread::yield_now();
-        }
         self.doorbell.announce();
         self.attached.iter_mut().for_each(Attached::announce);
         if !self.has_news() {

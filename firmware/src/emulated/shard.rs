@@ -195,12 +195,12 @@ impl Worker {
                 functions.poll_connections(&node);
             }
             let next = runtime::poll(&mut node, &mut self.port, now());
-            let busy = self.functions.as_mut().is_some_and(|functions| functions.serve(&mut node, now()));
+            let busy = self.functions.as_mut().is_some_and(|functions| functions.attend(&mut node, now));
             while let Some(event) = node.poll_event() {
                 self.log(event);
                 self.leave_gone(&node);
             }
-            if self.functions.as_mut().is_some_and(|functions| functions.work(&mut node, now)) || busy {
+            if busy {
                 continue;
             }
             let wait = next.map(|at| at - now());

@@ -65,14 +65,12 @@ pub enum RegionError {
         index: u16,
     },
     /// The region has been deregistered.
-    #[error("region {index} is of generation {now}, not {asked}, or is being deregistered: register it again")]
+    #[error("region {index} of generation {asked} has been deregistered: register it again")]
     Stale {
         /// The index asked for.
         index: u16,
         /// The generation asked for.
         asked: u32,
-        /// The generation there.
-        now: u32,
     },
     /// The reference reaches beyond the region.
     #[error("{len_bytes} bytes at {offset_bytes} reach beyond the {region_len_bytes} bytes of region {index}")]
@@ -219,7 +217,7 @@ impl<const N: usize> RegionTable<N> {
             State::Live(other) | State::Draining(other) if other != owner && entry.generation == key.generation => {
                 Err(unknown)
             }
-            _ => Err(RegionError::Stale { index: key.index, asked: key.generation, now: entry.generation }),
+            _ => Err(RegionError::Stale { index: key.index, asked: key.generation }),
         }
     }
 }

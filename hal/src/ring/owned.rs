@@ -1,5 +1,6 @@
 //! A ring on the heap, between threads of one process.
 
+use super::shared::check_capacity;
 use super::{Indices, Memory, RingError, SharedRing};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -16,10 +17,11 @@ impl<const WORDS: usize> OwnedRing<WORDS> {
     /// # Errors
     /// As [`SharedRing::new`].
     pub fn new(capacity: u32) -> Result<Self, RingError> {
-        let entries: Box<[_]> = (0..capacity as usize * WORDS).map(|_| AtomicU64::new(0)).collect();
-        let shared = Arc::new((Indices::default(), entries));
-        SharedRing::<WORDS>::new(&shared.0, &shared.1)?;
-        Ok(Self { shared })
+        let words = capacity as usize * WORDS;
+        // Before memory is asked for.
+        check_capacity::<WORDS>(words)?;
+        let entries: Box<[_]> = (0..words).map(|_| AtomicU64::new(0)).collect();
+        Ok(Self { shared: Arc::new((Indices::default(), entries)) })
     }
 
     fn ring(&self) -> SharedRing<'_, WORDS> {

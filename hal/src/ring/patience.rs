@@ -31,6 +31,13 @@ impl Patience {
     /// Enough for a handful of peers that share the core to have had their turn.
     const YIELDS: u32 = 8;
 
+    /// Replace the number of yields: for who expects an answer soon, from peers that may have to share the core first.
+    #[must_use]
+    pub const fn with_yields(mut self, yields: u32) -> Self {
+        self.yields = yields;
+        self
+    }
+
     /// Sleep at once.
     pub const NONE: Self = Self { spins: 0, yields: 0 };
 

@@ -57,19 +57,22 @@ pub enum RingError {
     },
 }
 
+/// Return how many entries `words` are, if a ring can have so many.
+pub(super) fn check_capacity<const WORDS: usize>(words: usize) -> Result<u32, RingError> {
+    const { assert!(WORDS > 0, "an entry has words") };
+    let error = RingError::Capacity { words, entry_words: WORDS };
+    let capacity = u32::try_from(words / WORDS).map_err(|_| error)?;
+    let fits = words.is_multiple_of(WORDS) && capacity.is_power_of_two() && capacity <= CAPACITY_MAX;
+    if fits { Ok(capacity) } else { Err(error) }
+}
+
 impl<'a, const WORDS: usize> SharedRing<'a, WORDS> {
     /// Make a ring of its indices and the words of its entries.
     ///
     /// # Errors
     /// [`RingError::Capacity`] unless the words are a power of two of entries, at most [`CAPACITY_MAX`].
     pub fn new(indices: &'a Indices, entries: &'a [AtomicU64]) -> Result<Self, RingError> {
-        const { assert!(WORDS > 0, "an entry has words") };
-        let error = RingError::Capacity { words: entries.len(), entry_words: WORDS };
-        let capacity = u32::try_from(entries.len() / WORDS).map_err(|_| error)?;
-        if !entries.len().is_multiple_of(WORDS) || !capacity.is_power_of_two() || capacity > CAPACITY_MAX {
-            return Err(error);
-        }
-        Ok(Self { indices, entries, capacity })
+        Ok(Self { indices, entries, capacity: check_capacity::<WORDS>(entries.len())? })
     }
 
     /// Make a ring of what [`SharedRing::new`] has taken before.

@@ -1,5 +1,6 @@
 //! What a communicator is made of, and the life of an operation from call to outcome; `progress` moves it on.
 
+use super::choices::Choices;
 use super::element::{Element, OwnedBuffer};
 use super::error::Error;
 use super::extent::Extent;
@@ -103,6 +104,7 @@ pub(super) struct Core {
     pub(super) scheduled: u64,
     splits: u64,
     ended: Option<Error>,
+    choices: Choices,
     fallback_told: bool,
 }
 
@@ -136,6 +138,7 @@ impl Core {
             scheduled: 0,
             splits: 0,
             ended: None,
+            choices: Choices::default(),
             fallback_told: false,
         }
     }
@@ -367,6 +370,10 @@ impl Core {
         if self.config.world == 1 {
             return Ok((Path::Local, None));
         }
+        let algo = options.algo.unwrap_or(self.config.algo);
+        if let Some(chosen) = self.choices.find(desc, algo) {
+            return Ok(chosen);
+        }
         let explanation = self.explain(desc, options);
         let Some(path) = explanation.chosen else {
             let reason = explanation.refusal().cloned();
@@ -378,7 +385,9 @@ impl Core {
             tracing::warn!(job, rank, path = path.name(), %why, "falls back from the tree (told once)");
             self.fallback_told = true;
         }
-        Ok((path, fallback))
+        let chosen = (path, fallback);
+        self.choices.keep(*desc, algo, &chosen);
+        Ok(chosen)
     }
 
     pub(super) fn deadline(&self, options: &CallOptions) -> Deadline {

@@ -46,6 +46,7 @@
 mod bucket;
 mod calls;
 mod cart;
+mod choices;
 mod core;
 mod element;
 mod error;

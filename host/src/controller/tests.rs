@@ -160,7 +160,7 @@ fn ranks_on_the_devices_machine_contribute_by_reference() {
         assert_eq!((tree.window_max, tree.window_start, tree.facts.ranks_by_reference), (32, 32, 2));
     }
     let group = device.group();
-    assert_eq!((children(group.by_reference), group.shared, group.slots), (vec![0, 1], None, 32));
+    assert_eq!((children(group.by_reference), group.shared, group.slots), (vec![0, 1], None, 64));
     let report = status(controller.local_addr()).expect("a report");
     let told = report.jobs[0].tree.as_ref().expect("complete").as_ref().expect("a tree");
     assert_eq!((told.by_reference, &report.devices[0].bus), (2, &bus(1 << 20)));

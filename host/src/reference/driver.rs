@@ -29,6 +29,9 @@ const REGISTER_LIMIT: Duration = Duration::from_secs(10);
 /// So many chunks come soon enough to be looked for; for more, a wait sleeps at once.
 const FEW_CHUNKS: u64 = 3;
 
+/// How often to yield before sleeping: some 30 us where nobody else wants the core, which is what a wake-up takes.
+const YIELDS: u32 = 100;
+
 /// Entries that are submitted or taken in at a time.
 const BATCH: usize = 32;
 
@@ -107,7 +110,7 @@ impl ReferenceDriver {
             bounce,
             redo,
             // The ranks, the device, and the device's engine.
-            waiter: Waiter::new(Patience::for_this_machine(seating.ranks_here + 2)),
+            waiter: Waiter::new(Patience::for_this_machine(seating.ranks_here + 2).with_yields(YIELDS)),
             looked: Instant::now(),
             gone: false,
             is_retired: false,

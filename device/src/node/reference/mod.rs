@@ -359,6 +359,14 @@ impl<'m> Node<'m> {
         Some((start, memory.len / group.slots.len, group.slots.len))
     }
 
+    /// Tell whether no group here has anything to do with packets: nothing is lost by looking for them less often.
+    pub fn is_all_by_reference(&self) -> bool {
+        self.storage.groups[..self.groups_end].iter().flatten().all(|group| {
+            let by_reference = group.by_reference.as_ref().map_or(0, |by_reference| by_reference.children.len());
+            group.parent.is_none() && by_reference == group.children.len
+        })
+    }
+
     /// Let go of a function's memory in a group (PROTOCOL 6): nothing of it is pulled or written to from now on, and
     /// what a chain in flight touches is answered when that has ended. [`Node::holds`] tells when all is. What it has
     /// contributed so far may still be part of results; the group goes on for the others, until they miss it.

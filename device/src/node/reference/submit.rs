@@ -260,11 +260,7 @@ impl Live<'_> {
         if by_reference.owed.is_empty() {
             return None;
         }
-        let slots = self.slots.len();
-        let (index, child) = (0..slots).map(|turn| (oldest + turn) % slots).find_map(|index| {
-            if !by_reference.owed.contains(index) {
-                return None;
-            }
+        let (index, child) = by_reference.owed.iter_from(oldest).find_map(|index| {
             let redo = &refs.redo[index];
             // An answer gives the memory back: it waits for what may touch it.
             let child = match redo.in_flight {

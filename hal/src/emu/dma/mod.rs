@@ -338,7 +338,8 @@ impl Engine for EmuEngine {
         }
         let index = self.choose(chain.tag.slot, steps).ok_or(full)?;
         if index == self.queues.len() {
-            self.own.push(&chain);
+            let local = (self.strictness == Strictness::Hardware).then_some(&self.local[..]);
+            self.own.push(&chain, local.map(|local| local.iter().map(|(key, _)| *key)));
             self.count(steps);
             return Ok(());
         }
@@ -347,7 +348,12 @@ impl Engine for EmuEngine {
         if queue.dead() {
             return Err(SubmitError::Stopped);
         }
-        queue.in_flight.push(chain.tag, chain.steps);
+        match self.strictness {
+            Strictness::Hardware => {
+                queue.in_flight.push_local(chain.tag, chain.steps, self.local.iter().map(|(key, _)| *key))
+            }
+            _ => queue.in_flight.push(chain.tag, chain.steps),
+        }
         self.shared.in_flight.fetch_add(1, Ordering::Relaxed);
         let pushed = queue.submissions.push_batch(&self.staged).expect("the engine's own ring");
         assert_eq!(pushed, steps, "the ring holds all that is in flight");

@@ -10,7 +10,7 @@ use super::run::Runner;
 use super::strict::InFlight;
 use super::worker::Shared;
 use super::{DmaConfig, Strictness};
-use crate::dma::{Capabilities, Chain, Completion, Scope, Status, Step, Tag};
+use crate::dma::{Capabilities, Chain, Completion, RegionKey, Scope, Status, Step, Tag};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -73,11 +73,15 @@ impl Own {
         Some(Completion { tag: chain.tag, status, step })
     }
 
-    /// Keep a chain for [`Own::work`]; there is room.
-    pub(super) fn push(&mut self, chain: &Chain<'_>) {
+    /// Keep a chain for [`Own::work`]; there is room. What it touches of the device's own memory is noted, or, without
+    /// `local`, all that it touches.
+    pub(super) fn push(&mut self, chain: &Chain<'_>, local: Option<impl Iterator<Item = RegionKey>>) {
         let Chain { tag, scope, steps } = *chain;
         let generation = self.shared.generation(scope);
-        self.in_flight.push(tag, steps);
+        match local {
+            Some(local) => self.in_flight.push_local(tag, steps, local),
+            None => self.in_flight.push(tag, steps),
+        }
         self.steps.extend(steps);
         self.waiting.push_back(Waiting { tag, scope, generation, steps: steps.len() });
     }

@@ -2,7 +2,7 @@
 //!
 //! Steps over equally many elements, between two publications, form a group. If no two of its spans overlap, apart
 //! from spans that are one and the same, then element i of every step depends on element i of others only, and the
-//! group may be done for a tile of elements at a time: the accumulators then stay in the L1 cache while all sources
+//! group may be done for a tile of elements at a time: the accumulators then stay in the L2 cache while all sources
 //! stream by. Otherwise, and always across a publication, steps are done one after the other.
 //!
 //! Invariant: every span was checked against its pinned region before any pointer into it is used, and a step's
@@ -14,8 +14,9 @@ use crate::dma::{Address, Capabilities, Status, Step};
 use std::slice;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// Bytes of the widest span that a tile covers: with the sources beside it, a part of any L1 data cache. Tests have many tiles of few bytes.
-const TILE_LEN_BYTES: usize = if cfg!(test) { 64 } else { 8 << 10 };
+/// Bytes of the widest span that a tile covers: with one source beside it, a part of any L2 cache, and long enough that
+/// the cost of a tile does not show and that prefetchers get going. Tests have many tiles of few bytes.
+const TILE_LEN_BYTES: usize = if cfg!(test) { 64 } else { 64 << 10 };
 
 /// A step whose addresses have been found good.
 struct Resolved {

@@ -4,7 +4,7 @@
 //! which comes first; hardware lets that pass, and the bug shows once in a thousand runs. Strict mode shows it always.
 //! References are compared as they are named: memory that is registered twice is not seen to be the same.
 
-use crate::dma::{Address, Step, Tag};
+use crate::dma::{Address, RegionKey, Step, Tag};
 use std::collections::VecDeque;
 
 /// A reference to registered memory.
@@ -22,6 +22,10 @@ impl Touch {
         std::iter::once(dst).chain(src)
     }
 
+    fn end(&self) -> u64 {
+        self.address.offset_bytes.saturating_add(self.len_bytes)
+    }
+
     fn conflicts(&self, other: &Self) -> bool {
         let (a, b) = (self.address, other.address);
         (self.written || other.written)
@@ -33,7 +37,8 @@ impl Touch {
 
 /// The chains of one queue, oldest first, and what they touch.
 pub(super) struct InFlight {
-    chains: VecDeque<(Tag, usize)>,
+    /// Tag, steps and touches of each.
+    chains: VecDeque<(Tag, usize, usize)>,
     touches: VecDeque<Touch>,
     steps: usize,
 }
@@ -54,23 +59,40 @@ impl InFlight {
         self.steps
     }
 
+    /// Note a chain, with everything that it touches.
     pub(super) fn push(&mut self, tag: Tag, steps: &[Step]) {
-        self.steps += steps.len();
+        let before = self.touches.len();
         self.touches.extend(steps.iter().flat_map(Touch::of));
-        self.chains.push_back((tag, steps.len()));
+        self.note(tag, steps, before);
+    }
+
+    /// Note a chain, with what it reads of these regions, and what it writes, as one span each: all that the device's
+    /// processor has to know.
+    pub(super) fn push_local(&mut self, tag: Tag, steps: &[Step], regions: impl Iterator<Item = RegionKey>) {
+        let before = self.touches.len();
+        for (region, written) in regions.flat_map(|region| [(region, false), (region, true)]) {
+            let here = steps.iter().flat_map(Touch::of);
+            let here = here.filter(|touch| touch.address.region == region && touch.written == written);
+            let ends = here.map(|touch| (touch.address.offset_bytes, touch.end()));
+            let span = ends.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1)));
+            self.touches.extend(span.map(|(offset_bytes, end)| {
+                let address = Address { region, offset_bytes };
+                Touch { address, len_bytes: end - offset_bytes, written }
+            }));
+        }
+        self.note(tag, steps, before);
+    }
+
+    fn note(&mut self, tag: Tag, steps: &[Step], touches_before: usize) {
+        self.steps += steps.len();
+        self.chains.push_back((tag, steps.len(), self.touches.len() - touches_before));
     }
 
     /// Forget the oldest chain.
     pub(super) fn pop(&mut self) -> Option<Tag> {
-        let (tag, steps) = self.chains.pop_front()?;
+        let (tag, steps, touches) = self.chains.pop_front()?;
         self.steps -= steps;
-        for _ in 0..steps {
-            // A step touches its destination, and all but publications a source, which comes behind.
-            self.touches.pop_front();
-            if self.touches.front().is_some_and(|touch| !touch.written) {
-                self.touches.pop_front();
-            }
-        }
+        self.touches.drain(..touches);
         Some(tag)
     }
 
