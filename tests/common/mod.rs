@@ -6,7 +6,7 @@ use std::time::Duration;
 use sumac::controller::{Controller, ControllerConfig};
 use sumac::topo::{Fabric, LeafSpine};
 use sumac::{Attach, Communicator, JoinConfig};
-use sumac_firmware::emulated::{Board, BoardConfig};
+use sumac_firmware::emulated::{Board, BoardConfig, BusConfig};
 
 /// A controller and its boards.
 pub(crate) struct Cluster {
@@ -17,20 +17,38 @@ pub(crate) struct Cluster {
 }
 
 impl Cluster {
+    #[allow(dead_code)]
     /// `leaves` devices with `hosts` hosts each.
     pub(crate) fn start(leaves: usize, hosts: usize) -> Self {
         Self::start_with(leaves, hosts, 1, ControllerConfig::new())
     }
 
+    // Most tests take devices as they come.
+    #[allow(dead_code)]
     /// The same with devices of `shards` shards, and all of `config` but the fabric.
     pub(crate) fn start_with(leaves: usize, hosts: usize, shards: u16, config: ControllerConfig) -> Self {
+        Self::start_boards(leaves, hosts, config, |board| board.shards = shards)
+    }
+
+    #[allow(dead_code)]
+    /// The same with devices of one shard, on such a bus.
+    pub(crate) fn start_on(leaves: usize, hosts: usize, bus: BusConfig, config: ControllerConfig) -> Self {
+        Self::start_boards(leaves, hosts, config, |board| board.bus = Some(bus))
+    }
+
+    fn start_boards(
+        leaves: usize,
+        hosts: usize,
+        config: ControllerConfig,
+        configure: impl Fn(&mut BoardConfig),
+    ) -> Self {
         let spines = usize::from(leaves > 1);
         let fabric = Fabric::leaf_spine(LeafSpine { leaves, spines, hosts_per_leaf: hosts, cables: 1, rate: None });
         let fabric = fabric.expect("a valid shape");
         let names: Vec<String> = fabric.switches().iter().map(|switch| switch.name.clone()).collect();
         let config = ControllerConfig { fabric: Some(fabric), ..config };
         let controller = Controller::start(config).expect("a controller on loopback");
-        let boards = names.into_iter().map(|name| board(name, controller.local_addr(), shards)).collect();
+        let boards = names.into_iter().map(|name| board(name, controller.local_addr(), &configure)).collect();
         Self { controller, boards }
     }
 
@@ -41,7 +59,7 @@ impl Cluster {
         &self,
         job: &str,
         world: u32,
-        configure: fn(&mut JoinConfig),
+        configure: impl Fn(&mut JoinConfig) + Sync,
         rank: impl Fn(Communicator) -> R + Sync,
     ) -> Vec<R> {
         let addr = self.controller.local_addr();
@@ -59,8 +77,9 @@ impl Cluster {
 }
 
 /// Start a board and wait until the controller knows it.
-fn board(name: String, controller: SocketAddr, shards: u16) -> Board {
-    let config = BoardConfig { slot_memory_bytes: 16 << 20, shards, ..BoardConfig::new(name, controller) };
+fn board(name: String, controller: SocketAddr, configure: impl Fn(&mut BoardConfig)) -> Board {
+    let mut config = BoardConfig { slot_memory_bytes: 16 << 20, ..BoardConfig::new(name, controller) };
+    configure(&mut config);
     let board = Board::start(config).expect("a board on loopback");
     assert!(board.wait_registered(Duration::from_secs(20)), "the controller does not answer");
     board

@@ -19,7 +19,7 @@
 use super::bus::{Arrival, BusConfig};
 use super::function::{Attached, Ended};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
 use std::thread;
 use std::time::Duration;
@@ -111,6 +111,8 @@ pub(super) struct Functions {
     stranded: Vec<RegionKey>,
     /// Functions whose connection has something.
     stirred: Vec<u64>,
+    /// Chains that the engine did not carry out.
+    failed_chains: Arc<AtomicU64>,
 }
 
 impl Functions {
@@ -157,7 +159,13 @@ impl Functions {
             attached: Vec::new(),
             stranded: Vec::new(),
             stirred: Vec::new(),
+            failed_chains: Arc::default(),
         })
+    }
+
+    /// Return the count of chains that the engine did not carry out, but for those that were aborted.
+    pub(super) fn failed_chains(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.failed_chains)
     }
 
     /// Return what the shard's port has to watch besides its sockets.
@@ -282,7 +290,10 @@ impl Functions {
             node.poll_dma(&mut self.engine, now);
             let mut completions = [nothing; BATCH];
             let count = self.engine.poll(&mut completions);
-            completions[..count].iter().for_each(|completion| node.handle_completion(completion));
+            for completion in &completions[..count] {
+                self.note(completion);
+                node.handle_completion(completion);
+            }
             if count == 0 {
                 break;
             }
@@ -290,6 +301,14 @@ impl Functions {
         }
         busy |= self.answer(node);
         busy
+    }
+
+    /// Count a chain that failed: the node tries it again, so that nobody else need notice.
+    fn note(&self, completion: &Completion) {
+        if !matches!(completion.status, Status::Done | Status::Aborted) {
+            tracing::debug!(tag = ?completion.tag, step = completion.step, why = %completion.status, "a chain failed");
+            self.failed_chains.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     /// Hand out answers, and what commands have waited for.

@@ -190,6 +190,12 @@ impl Board {
         self.announce.data_addrs.iter().copied()
     }
 
+    /// Return how many chains the DMA engine did not carry out, but for those that were aborted: the node tries them
+    /// again, so ranks need not notice. What ranks of this version submit fails none, in strict mode neither.
+    pub fn failed_chains(&self) -> u64 {
+        self.shards.iter().map(ShardHandle::failed_chains).sum()
+    }
+
     /// Wait until the controller has been reached, at most `timeout`; false if it was not.
     pub fn wait_registered(&self, timeout: Duration) -> bool {
         self.control.wait_registered(timeout)

@@ -5,7 +5,7 @@ use super::functions::Functions;
 use super::{BoardConfig, BoardError};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Instant as Clock;
@@ -24,6 +24,8 @@ pub(super) struct ShardHandle {
     pub(super) capabilities: DeviceCapabilities,
     /// Where to hand over who wants to attach, if it serves the bus.
     pub(super) arrivals: Option<Sender<Arrival>>,
+    /// Chains that its engine did not carry out, if it has one.
+    failed_chains: Option<Arc<AtomicU64>>,
     link: ShardLink,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -54,6 +56,10 @@ impl ShardHandle {
 
     pub(super) fn waker(&self) -> Waker {
         self.link.waker.clone()
+    }
+
+    pub(super) fn failed_chains(&self) -> u64 {
+        self.failed_chains.as_ref().map_or(0, |count| count.load(Ordering::Relaxed))
     }
 
     pub(super) fn join(&mut self) {
@@ -100,6 +106,7 @@ pub(super) fn start_shard(config: &BoardConfig, index: u16, boot_id: BootId) -> 
         }
         _ => (None, None),
     };
+    let failed_chains = functions.as_ref().map(Functions::failed_chains);
     let (stopped, name) = (Arc::clone(&stop), config.name.clone());
     let worker = Worker { port, node_config, inbox, stop: stopped, name, joined: Vec::new(), functions };
     let thread = std::thread::Builder::new()
@@ -107,7 +114,7 @@ pub(super) fn start_shard(config: &BoardConfig, index: u16, boot_id: BootId) -> 
         .spawn(move || worker.run(tables))
         .map_err(|source| BoardError::System { what: "start a shard's thread", source })?;
     let link = ShardLink { requests, waker };
-    Ok(ShardHandle { addr, capabilities, arrivals, link, stop, thread: Some(thread) })
+    Ok(ShardHandle { addr, capabilities, arrivals, failed_chains, link, stop, thread: Some(thread) })
 }
 
 /// The shard's storage, on the heap.

@@ -39,9 +39,9 @@ impl Tree {
                 let (mut places, mut lens) = (Places::default(), (0, 0));
                 if let Some((extent, buffers)) = buffers {
                     let input = extent.input(buffers);
-                    (places.input, lens.0) = (driver.place(input), input.len());
+                    (places.input, lens.0) = (driver.place(input, desc), input.len());
                     let output = extent.output(buffers);
-                    (places.output, lens.1) = (driver.place(output), output.len());
+                    (places.output, lens.1) = (driver.place(output, desc), output.len());
                 }
                 match driver.post(*desc, path, places) {
                     Ok(op) => Ok((op, ReferenceDriver::transfer(&places, lens.0, lens.1))),

@@ -16,7 +16,7 @@ use sumac_hal::dma::{Address, RegionKey};
 use sumac_hal::mmio::{
     AdminCommand, COMPLETION_WORDS, DeviceStatus, EntryStatus, HostControl, SUBMISSION_WORDS, SubmissionEntry,
 };
-use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::op::{Dtype, OpDesc, Path};
 use sumac_hal::ring::Patience;
 use sumac_hal::shm::{Connection, Function, Message, Pages, Region, SocketError, Waiter};
 
@@ -134,6 +134,11 @@ impl ReferenceDriver {
         if len_bytes == 0 {
             return Ok(Buffer::plain(len));
         }
+        // Room for it may be what was dropped. What is wrong with the device, the next call says.
+        if let Err(breach) = self.keep_house() {
+            self.endpoint.fail(breach.into());
+            return Err(breach.into());
+        }
         let region = Region::create(len_bytes, Pages::Normal)?;
         let handle = self.next_handle;
         self.next_handle += 1;
@@ -157,9 +162,11 @@ impl ReferenceDriver {
         self.endpoint.post(desc, path, places)
     }
 
-    /// Return where a slice lies in registered memory.
-    pub fn place(&self, bytes: &[u8]) -> Option<Address> {
-        self.registry.find(bytes)
+    /// Return where a slice of an operation's elements lies in registered memory, if its values are aligned there: an
+    /// engine that combines them may want that, and only bytes can be elsewhere.
+    pub fn place(&self, bytes: &[u8], desc: &OpDesc) -> Option<Address> {
+        let value_bytes = desc.dtype.map_or(1, Dtype::size_bytes) as u64;
+        self.registry.find(bytes).filter(|address| address.offset_bytes.is_multiple_of(value_bytes))
     }
 
     /// Return the way of an operation whose buffers are `input_len` and `output_len` bytes long and lie at `places`.

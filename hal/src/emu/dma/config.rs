@@ -11,7 +11,7 @@ pub enum Strictness {
     /// As hardware: bounds and regions.
     #[default]
     Hardware,
-    /// Also addresses that are no multiple of their element's size, and chains in flight that get in each other's way:
+    /// Also addresses that are no multiple of the size of their elements' values, and chains in flight that get in each other's way:
     /// they complete with an error, and are counted.
     Strict,
     /// As [`Strictness::Strict`], and [`Engine::poll`] panics where a completion says that its user was wrong.

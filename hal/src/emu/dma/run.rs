@@ -111,14 +111,19 @@ impl<'a> Runner<'a> {
 
     fn resolve(&mut self, step: &Step) -> Result<Resolved, Status> {
         self.capabilities.check(step)?;
-        let unit = |len_bytes: u64, count: usize| len_bytes as usize / count;
+        // A pair is aligned where its values are.
+        let values = match step {
+            Step::Reduce { op, .. } | Step::Store { op, .. } if op.is_located() => 2,
+            _ => 1,
+        };
+        let unit = |len_bytes: u64, count: usize| (len_bytes as usize / count, len_bytes as usize / count / values);
         let (action, count) = match *step {
             Step::Copy { len_bytes, .. } => (Some(Action::Copy), len_bytes),
             Step::Load { source, accumulator, count, .. } => (Action::load(source, accumulator), count),
             Step::Reduce { op, source, accumulator, count, .. } => (Action::reduce(op, source, accumulator), count),
             Step::Store { op, output, count, ranks, .. } => (Action::store(op, output, ranks), count),
             Step::Publish { words, .. } => {
-                let dst = self.span(step.dst(), step.dst_len_bytes(), 8)?;
+                let dst = self.span(step.dst(), step.dst_len_bytes(), (8, 8))?;
                 if !dst.base.addr().is_multiple_of(8) {
                     return Err(Status::Misaligned);
                 }
@@ -137,11 +142,17 @@ impl<'a> Runner<'a> {
         Ok(Resolved { work: Work::Elements { action, src, count }, dst })
     }
 
-    fn span(&mut self, address: Address, len_bytes: u64, size_bytes: usize) -> Result<Span, Status> {
+    /// Return where `len_bytes` bytes of elements are: of a size each, with values of another.
+    fn span(
+        &mut self,
+        address: Address,
+        len_bytes: u64,
+        (size_bytes, value_bytes): (usize, usize),
+    ) -> Result<Span, Status> {
         let pin = self.map.pin(address.region)?;
         let base = pin.translate(address.offset_bytes, len_bytes)?;
         self.pins.push(pin);
-        if self.strict && !base.addr().is_multiple_of(size_bytes) {
+        if self.strict && !base.addr().is_multiple_of(value_bytes) {
             return Err(Status::Misaligned);
         }
         Ok(Span { base, size_bytes, len_bytes: len_bytes as usize })

@@ -11,6 +11,10 @@ fn reduce(src: Address, dst: Address) -> Step {
     Step::Reduce { op: ReduceOp::Sum, source: Dtype::F32, accumulator: Dtype::F32, src, dst, count: 4 }
 }
 
+fn locate(src: Address, dst: Address) -> Step {
+    Step::Reduce { op: ReduceOp::MinLoc, source: Dtype::I32, accumulator: Dtype::I32, src, dst, count: 2 }
+}
+
 /// Every mistake, and what it is called in hardware's mode and in strict mode.
 fn mistakes() -> Vec<(Step, Status, Status)> {
     let stale = Address { region: RegionKey { index: 0, generation: 0 }, offset_bytes: 0 };
@@ -30,6 +34,9 @@ fn mistakes() -> Vec<(Step, Status, Status)> {
         both(Step::Publish { dst: at(0, 4), words: [1, 2] }, Status::Misaligned),
         (reduce(at(0, 2), at(1, 0)), Status::Done, Status::Misaligned),
         (reduce(at(0, 0), at(1, 6)), Status::Done, Status::Misaligned),
+        // A pair of values is aligned where they are.
+        both(locate(at(0, 4), at(1, 12)), Status::Done),
+        (locate(at(0, 4), at(1, 2)), Status::Done, Status::Misaligned),
     ]
 }
 

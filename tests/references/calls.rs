@@ -1,0 +1,225 @@
+//! Operations as all ranks call them, the memory that each rank calls them with, and what has to be there afterwards.
+
+use std::ops::Range;
+use sumac::{Buffer, Buffers, Collective, Communicator, OpDesc, Order, Outcome, Path, ReduceOp, Transfer};
+use sumac_hal::op::Dtype;
+use sumac_tests::oracle::{self, Shape, weight};
+
+/// Elements after which a rank's values begin anew, so that the oracle has to be asked for these only. A prime: what is
+/// displaced by chunks or blocks is seen.
+const PERIOD: usize = 61;
+
+/// What lies where nothing is to be written.
+const UNTOUCHED: u8 = 0x5a;
+
+/// Bytes around each buffer that nobody may write to.
+const MARGIN: usize = 64;
+
+/// Bytes that a call's buffer may have.
+const ROOM: usize = 128 << 10;
+
+/// An operation, what each rank puts in, and what comes out.
+pub(crate) struct Call {
+    pub(crate) desc: OpDesc,
+    seed: u64,
+    ranks: usize,
+    /// Each rank's first elements.
+    inputs: Vec<Vec<u8>>,
+    /// Their results, if elements combine.
+    results: Option<Vec<u8>>,
+}
+
+impl Call {
+    /// Work out an operation by ranks below `shape`; values round where an order is declared.
+    pub(crate) fn new(desc: OpDesc, (shape, ranks, order): (&Shape, usize, Order), seed: u64) -> Self {
+        let some = 0..(desc.count as usize).min(PERIOD);
+        let element = |rank: usize, e: usize| {
+            let coordinates = [seed, rank as u64, e as u64];
+            match (desc.dtype, desc.op) {
+                (Some(dtype), Some(op)) => oracle::input(dtype, op, order == Order::Arrival, &coordinates),
+                (Some(dtype), None) => weight(&coordinates).to_le_bytes()[..dtype.size_bytes()].to_vec(),
+                (None, _) => Vec::new(),
+            }
+        };
+        let inputs = (0..ranks).map(|rank| some.clone().flat_map(|e| element(rank, e)).collect()).collect();
+        let result = |(dtype, op): (Dtype, ReduceOp)| {
+            let of = |e| oracle::expected(shape, order, dtype, op, &|rank| element(rank, e));
+            some.clone().flat_map(of).collect()
+        };
+        Self { desc, seed, ranks, inputs, results: desc.dtype.zip(desc.op).map(result) }
+    }
+
+    fn value_bytes(&self) -> usize {
+        self.desc.dtype.map_or(1, Dtype::size_bytes)
+    }
+
+    /// Return a rank's own block, in elements.
+    fn block(&self, rank: usize) -> Range<usize> {
+        let start = |rank: usize| rank * self.desc.count as usize / self.ranks;
+        start(rank)..start(rank + 1)
+    }
+
+    /// Return the elements that a rank's input has.
+    pub(crate) fn given(&self, rank: usize) -> Range<usize> {
+        match self.desc.collective {
+            Collective::Broadcast if rank != self.desc.root.0 as usize => 0..0,
+            Collective::AllGather => self.block(rank),
+            _ => 0..self.desc.count as usize,
+        }
+    }
+
+    /// Return the elements that a rank's output has.
+    fn taken(&self, rank: usize) -> Range<usize> {
+        match self.desc.collective {
+            Collective::Reduce if rank != self.desc.root.0 as usize => 0..0,
+            Collective::ReduceScatter => self.block(rank),
+            _ => 0..self.desc.count as usize,
+        }
+    }
+
+    /// Return elements of what a rank puts in.
+    pub(crate) fn input(&self, rank: usize, elements: Range<usize>) -> Vec<u8> {
+        self.repeat(&self.inputs[rank], elements)
+    }
+
+    /// Return the result's elements, as the oracle has them.
+    pub(crate) fn result(&self, elements: Range<usize>) -> Vec<u8> {
+        match (&self.results, self.desc.collective) {
+            (Some(results), _) => self.repeat(results, elements),
+            (None, Collective::AllGather) => {
+                let within = |block: Range<usize>| block.start.max(elements.start)..block.end.min(elements.end);
+                (0..self.ranks).flat_map(|rank| self.input(rank, within(self.block(rank)))).collect()
+            }
+            (None, _) => self.input(self.desc.root.0 as usize, elements),
+        }
+    }
+
+    fn repeat(&self, first: &[u8], elements: Range<usize>) -> Vec<u8> {
+        let each = self.desc.element_bytes();
+        let mut bytes = Vec::with_capacity(elements.len() * each);
+        let mut next = elements.start;
+        while next < elements.end {
+            let end = (next / PERIOD * PERIOD + PERIOD).min(elements.end);
+            bytes.extend_from_slice(&first[next % PERIOD * each..][..(end - next) * each]);
+            next = end;
+        }
+        bytes
+    }
+}
+
+/// How one rank calls an operation: which memory it lends, and where in it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Way {
+    pub(crate) in_place: bool,
+    /// Of the input, or of the one buffer for both.
+    pub(crate) registered_input: bool,
+    pub(crate) registered_output: bool,
+    /// Where the buffers begin, in bytes.
+    skip: usize,
+}
+
+impl Way {
+    /// Draw a way; each rank has its own.
+    pub(crate) fn draw(call: &Call, rank: usize) -> Self {
+        let bits = weight(&[call.seed, rank as u64, u64::MAX]);
+        let bit = |n: u32| bits >> n & 1 == 1;
+        // Mostly where values are aligned, as they are in a slice of their type.
+        let unit = if bits >> 32 & 7 == 0 { 1 } else { call.value_bytes() };
+        let skip = (bits >> 8) as usize % 16 * unit;
+        Self { in_place: bit(0), registered_input: bit(1), registered_output: bit(2), skip }
+    }
+
+    /// The way with all memory registered, or none.
+    pub(crate) const fn of(registered: bool, in_place: bool) -> Self {
+        Self { in_place, registered_input: registered, registered_output: registered, skip: 0 }
+    }
+}
+
+/// The memory of a rank: an input and an output of each kind.
+pub(crate) struct Arena {
+    registered: [Buffer<u8>; 2],
+    plain: [Vec<u8>; 2],
+}
+
+impl Arena {
+    pub(crate) fn new(comm: &Communicator) -> Self {
+        let registered = || comm.alloc(ROOM + 4 * MARGIN).expect("registered memory");
+        let plain = || vec![0; ROOM + 4 * MARGIN];
+        Self { registered: [registered(), registered()], plain: [plain(), plain()] }
+    }
+
+    /// Call an operation in a way, and check every byte of memory that it could have touched.
+    pub(crate) fn call(&mut self, comm: &Communicator, call: &Call, way: Way) -> Result<Outcome, String> {
+        let rank = comm.rank() as usize;
+        let (given, taken) = (call.given(rank), call.taken(rank));
+        let Self { registered: [registered, other], plain: [plain, other_plain] } = self;
+        let input: &mut [u8] = if way.registered_input { registered } else { plain };
+        let output: &mut [u8] = if way.registered_output { other } else { other_plain };
+        let start = MARGIN + way.skip;
+        let each = call.desc.element_bytes();
+        let outcome = if way.in_place {
+            // Where both are, elements lie as in the whole.
+            let whole = given.end.max(taken.end);
+            let within = |elements: &Range<usize>| start + elements.start * each..start + elements.end * each;
+            let around = &mut input[..start + whole * each + MARGIN];
+            around.fill(UNTOUCHED);
+            around[within(&given)].copy_from_slice(&call.input(rank, given.clone()));
+            let mut after = around.to_vec();
+            after[within(&taken)].copy_from_slice(&call.result(taken.clone()));
+            let outcome = comm.run(&call.desc, &mut around[start..start + whole * each], &Default::default());
+            same(around, &after, "buffer")?;
+            outcome
+        } else {
+            let bytes = [given.len(), taken.len()].map(|elements| elements * each);
+            let input = fill(input, start, &call.input(rank, given.clone()));
+            let output = fill(output, start, &vec![UNTOUCHED; bytes[1]]);
+            let (before, mut after) = (input.to_vec(), output.to_vec());
+            after[start..start + bytes[1]].copy_from_slice(&call.result(taken.clone()));
+            let within = |n: usize| start..start + bytes[n];
+            let buffers = Buffers::Separate { input: &input[within(0)], output: &mut output[within(1)] };
+            let outcome = comm.run(&call.desc, buffers, &Default::default());
+            same(input, &before, "input")?;
+            same(output, &after, "output")?;
+            outcome
+        };
+        outcome.map_err(|error| error.to_string())
+    }
+}
+
+/// Put bytes into memory, with a margin around; returns all of it.
+fn fill<'m>(memory: &'m mut [u8], start: usize, bytes: &[u8]) -> &'m mut [u8] {
+    let around = &mut memory[..start + bytes.len() + MARGIN];
+    around.fill(UNTOUCHED);
+    around[start..start + bytes.len()].copy_from_slice(bytes);
+    around
+}
+
+fn same(found: &[u8], expected: &[u8], what: &str) -> Result<(), String> {
+    if found == expected {
+        return Ok(());
+    }
+    let at = found.iter().zip(expected).position(|(found, expected)| found != expected);
+    Err(format!("the {what} of {} bytes differs from byte {at:?} on", found.len()))
+}
+
+/// Check what a call by reference says of itself: the way that it took, and that the device fetched exactly what this
+/// rank contributes, once.
+pub(crate) fn check_by_reference(call: &Call, way: Way, rank: usize, outcome: &Outcome) -> Result<(), String> {
+    let (given, taken) = (call.given(rank).len(), call.taken(rank).len());
+    // A scalar is applied on the way into memory of the communicator's own.
+    let scaled = call.desc.op == Some(ReduceOp::PremulSum) && !way.in_place;
+    // An engine that combines wants values where they are aligned.
+    let reaches = |registered: bool| registered && way.skip.is_multiple_of(call.value_bytes());
+    let output = reaches(if way.in_place { way.registered_input } else { way.registered_output });
+    let bounces = given > 0 && (!reaches(way.registered_input) || scaled) || taken > 0 && !output;
+    let transfer = if bounces { Transfer::Bounced } else { Transfer::Registered };
+    let wire_bytes = (given * call.desc.element_bytes()) as u64;
+    let found = (outcome.path, outcome.transfer, outcome.wire_bytes, outcome.retransmits, &outcome.fallback);
+    let expected = (Path::Tree, Some(transfer), wire_bytes, 0, &None);
+    if found == expected { Ok(()) } else { Err(format!("{found:?} where {expected:?} was expected")) }
+}
+
+/// A leaf with these ranks, in order.
+pub(crate) fn leaf(ranks: Range<usize>) -> Shape {
+    Shape::Node(ranks.map(Shape::Rank).collect())
+}
