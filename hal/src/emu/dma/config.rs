@@ -14,7 +14,7 @@ pub enum Strictness {
     /// Also addresses that are no multiple of the size of their elements' values, and chains in flight that get in each other's way:
     /// they complete with an error, and are counted.
     Strict,
-    /// As [`Strictness::Strict`], and [`Engine::poll`] panics where a completion says that its user was wrong.
+    /// As [`Strictness::Strict`], and [`Engine::poll`](crate::dma::Engine::poll) panics where a completion says that its user was wrong.
     Assert,
 }
 
@@ -40,8 +40,8 @@ pub struct DmaConfig {
     /// Chains that write no more than this in all are done by the thread that submits them: a short one takes less time
     /// than waking another thread does. That thread has the default float environment. 0: none.
     pub inline_len_bytes: u64,
-    /// The thread that submits takes its share of the other chains as well, by [`EmuEngine::work`] or
-    /// [`WaitEngine::wait`]; then there may be no other threads.
+    /// The thread that submits takes its share of the other chains as well, by [`EmuEngine::work`](super::EmuEngine::work) or
+    /// [`WaitEngine::wait`](crate::dma::WaitEngine::wait); then there may be no other threads.
     pub helps: bool,
     /// What each thread calls first, with its number: to take a core for its own, where the machine's owner wants that.
     pub on_start: Option<fn(usize)>,
@@ -70,7 +70,7 @@ impl DmaConfig {
     }
 }
 
-/// What an engine's threads call; see [`EmuEngine::start_notifying`].
+/// What an engine's threads call; see [`EmuEngine::start_notifying`](super::EmuEngine::start_notifying).
 pub type Notify = Box<dyn Fn(u32) + Send + Sync>;
 
 /// Why an engine was not started.

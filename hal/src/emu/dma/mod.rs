@@ -1,7 +1,7 @@
 //! An emulated DMA engine: threads of its own that copy and reduce between mapped memory, one queue each.
 //!
-//! It plays every [`Profile`]. Descriptors go through the same rings as to hardware, and are checked where they run.
-//! The arithmetic is `reduce`'s SIMD kernels; a chain is done tile by tile wherever that is the same (`run`), so that
+//! It plays every [`Profile`](crate::dma::Profile). Descriptors go through the same rings as to hardware, and are checked
+//! where they run. The arithmetic is `reduce`'s SIMD kernels; a chain is done tile by tile wherever that is the same (`run`), so that
 //! accumulators stay in the nearest caches, each source is read once and each destination written once.
 //!
 //! A chain goes to the queue of its slot, unless another has much less to do: so a slot's accumulators, and the part
