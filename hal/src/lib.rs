@@ -46,6 +46,22 @@
 //! A group's *epoch* is in every packet; a device that has restarted knows no groups, and says so. A child is known by a
 //! 64-bit key and pinned to the address that first used it.
 //!
+//! # By reference
+//!
+//! A rank on the device's machine may say where its data is instead of sending it: entries of a ring ([`mmio`]) name
+//! places in memory that it has registered, and the device's engine ([`dma`]) pulls, combines, publishes the result in a
+//! *redo slot*, and writes it back, in that order. So a device that dies in mid-write has lost nothing: what is published
+//! can be read, and of what is not no input was touched. Four rules go beyond the contract that this grew from; tests of
+//! the node and of whole clusters hold them:
+//!
+//! - `have` moves with the answer, by the device itself: it has landed the result. A rank submits a whole operation, its
+//!   ring holds what the window does not let in yet, and nobody wakes it before the end.
+//! - A chunk is pulled when all children have contributed, in one chain, not as each arrives: accumulators then pass
+//!   through a cache once.
+//! - A rank's fence takes its own memory out of a group, and nothing of the others': who ends with an error can't take
+//!   away what the others were about to hear.
+//! - A rank says how much it waits for ([`ring::Wanted`]) and is woken for that, not for each chunk.
+//!
 //! # Shared answers
 //!
 //! A node may have a *shared address* towards its children: what it sends there reaches each of them (on one host, IP
