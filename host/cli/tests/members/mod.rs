@@ -6,7 +6,6 @@ mod rank;
 
 pub(crate) use left::{DeviceMemory, Sockets, dev_shm};
 
-use crate::common::Server;
 use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_death_signal};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
@@ -43,6 +42,8 @@ pub(crate) struct Task {
     pub(crate) ranks: u32,
     pub(crate) memory: Memory,
     pub(crate) elements: usize,
+    /// What the job's chunks are long.
+    pub(crate) chunk_bytes: usize,
     /// All-reduces, one after the other.
     pub(crate) rounds: u64,
     /// Of each, and of joining.
@@ -178,6 +179,11 @@ impl Member {
         assert!(self.process.wait().expect("it is ours").success(), "{}", self.name);
     }
 
+    /// Return its process.
+    pub(crate) fn pid(&self) -> Pid {
+        Pid::from_child(&self.process)
+    }
+
     /// Kill it.
     pub(crate) fn kill(&mut self) {
         self.process.kill().expect("it is ours");
@@ -192,7 +198,7 @@ impl Drop for Member {
     }
 }
 
-/// Send a signal to a server that is running.
-pub(crate) fn signal(server: &Server, signal: Signal) {
-    kill_process(server.pid(), signal).expect("running");
+/// Send a signal to a process that is running.
+pub(crate) fn signal(process: Pid, signal: Signal) {
+    kill_process(process, signal).expect("running");
 }

@@ -11,7 +11,7 @@ use std::io::Read;
 use std::ops::DerefMut;
 use std::time::{Duration, Instant};
 use sumac::choice::Algo;
-use sumac::controller::{ControllerConfig, proto::Attach};
+use sumac::controller::proto::Attach;
 use sumac::{Communicator, JoinConfig, ReduceOp};
 
 /// Do a task to its end. `looks` is read to its end before the buffer is looked at for the last time.
@@ -77,7 +77,8 @@ fn reduce(task: &Task, comm: &Communicator, buffer: &mut [u32]) -> Ending {
         let mut ended = look(task, buffer, round);
         ended.at_ns = at_ns;
         if let Err(error) = result {
-            return Ending { error: Some(variant(&error)), text: error.to_string(), ..ended };
+            let text = format!("{error}; {}", ended.text);
+            return Ending { error: Some(variant(&error)), text, ..ended };
         }
         if ended.old + ended.torn > 0 {
             return Ending { error: Some("WrongResult".into()), ..ended };
@@ -88,13 +89,8 @@ fn reduce(task: &Task, comm: &Communicator, buffer: &mut [u32]) -> Ending {
 
 /// Compare every chunk with what it was and with what it was to become.
 fn look(task: &Task, buffer: &[u32], round: u64) -> Ending {
-    let limits = ControllerConfig::new();
-    let chunk_bytes = match task.memory {
-        Memory::Packets => limits.chunk_max_bytes,
-        Memory::Registered | Memory::Plain => limits.reference_chunk_max_bytes,
-    };
-    let mut seen = Ending { rounds: round, ..ending(String::new()) };
-    let chunk = usize::from(chunk_bytes) / size_of::<u32>();
+    let mut seen = Ending { rounds: round, ..ending("no chunk is torn".into()) };
+    let chunk = task.chunk_bytes / size_of::<u32>();
     for (first, values) in (0..).step_by(chunk).zip(buffer.chunks(chunk)) {
         let all = |expected: &dyn Fn(usize) -> u32| (first..).zip(values).all(|(at, &value)| value == expected(at));
         if all(&|at| sum(task.ranks, at, round)) {
