@@ -87,15 +87,20 @@ impl Cluster {
 
     /// Start a device, and wait until the controller knows it.
     fn device(&self, name: &str) -> Server {
-        let mut device = serve(&["device", "--name", name, "--controller", &self.addr.to_string()]);
+        self.device_with(name, "full")
+    }
+
+    /// Start one with another engine.
+    fn device_with(&self, name: &str, profile: &str) -> Server {
+        let controller = self.addr.to_string();
+        let mut device = serve(&["device", "--name", name, "--controller", &controller, "--dma-profile", profile]);
         assert_eq!(device.line(), format!("ready {name}"));
         device
     }
 
-    /// Start a job's ranks.
-    fn job(&mut self, ranks: u32, memory: Memory, rounds: u64, deadline: Duration) -> Vec<Member> {
+    /// Describe the first rank of a new job.
+    fn task(&mut self, ranks: u32, memory: Memory, rounds: u64, deadline: Duration) -> Task {
         self.jobs += 1;
-        let deadline_ms = deadline.as_millis() as u64;
         let limits = ControllerConfig::new();
         // As the controller does it: whole cache lines where an engine is in the way.
         let chunk_bytes = usize::from(match (memory, self.has_fabric) {
@@ -103,9 +108,14 @@ impl Cluster {
             (_, true) => limits.chunk_max_bytes / 64 * 64,
             (_, false) => limits.reference_chunk_max_bytes,
         });
-        let (controller, job, elements) = (self.addr, format!("job{}", self.jobs), ELEMENTS);
-        let task = Task { controller, job, rank: 0, ranks, memory, elements, chunk_bytes, rounds, deadline_ms };
-        (0..ranks).map(|rank| Member::start(&Task { rank, ..task.clone() })).collect()
+        let (controller, job, deadline_ms) = (self.addr, format!("job{}", self.jobs), deadline.as_millis() as u64);
+        let (elements, rounds_values) = (ELEMENTS, false);
+        Task { controller, job, rank: 0, ranks, memory, elements, rounds_values, chunk_bytes, rounds, deadline_ms }
+    }
+
+    /// Start a job's ranks.
+    fn job(&mut self, ranks: u32, memory: Memory, rounds: u64, deadline: Duration) -> Vec<Member> {
+        start(&self.task(ranks, memory, rounds, deadline))
     }
 
     /// Run a job of two ranks that goes well.
@@ -131,6 +141,11 @@ impl Cluster {
         assert!(left.is_empty(), "left: {left:?}");
         assert_eq!(dev_shm(), self.shm, "files are left");
     }
+}
+
+/// Start all ranks of a job that is described by the task of its first.
+fn start(task: &Task) -> Vec<Member> {
+    (0..task.ranks).map(|rank| Member::start(&Task { rank, ..task.clone() })).collect()
 }
 
 /// What a test has seen, for its summary.
@@ -193,13 +208,16 @@ fn a_device_that_is_killed_at_any_moment_loses_no_input() {
     let mut seen = Seen::default();
     for nth in 0..KILLS {
         let memory = memory_of(nth);
-        let context = format!("kill {nth}, seed {nth}, {memory:?}");
+        let profile = ["full", "full", "inline-reduce", "copy-only"][(nth % 4) as usize];
+        let rounds_values = nth % 3 == 1;
+        let context = format!("kill {nth}, seed {nth}, {memory:?}, engine {profile}, rounded: {rounds_values}");
         let mut rng = Rng::new(nth);
-        let device = cluster.device(&format!("device{nth}"));
+        let device = cluster.device_with(&format!("device{nth}"), profile);
         let sockets = Sockets::of(device.pid());
         let is_joining = nth % 8 == 6;
         let deadline = if is_joining { JOIN_DEADLINE } else { DEADLINE };
-        let mut members = cluster.job(2, memory, FOR_EVER, deadline);
+        let task = cluster.task(2, memory, FOR_EVER, deadline);
+        let mut members = start(&Task { rounds_values, ..task });
         if is_joining {
             // Choosing the moment is all that this sleep is for.
             std::thread::sleep(rng.duration_up_to(JOINING));

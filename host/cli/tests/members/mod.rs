@@ -42,6 +42,8 @@ pub(crate) struct Task {
     pub(crate) ranks: u32,
     pub(crate) memory: Memory,
     pub(crate) elements: usize,
+    /// Whether elements are of a type that the device rounds results to, so that they are published from another place.
+    pub(crate) rounds_values: bool,
     /// What the job's chunks are long.
     pub(crate) chunk_bytes: usize,
     /// All-reduces, one after the other.

@@ -2,15 +2,17 @@
 //!
 //! It says what it saw in lines of JSON ([`Round`], [`Ending`], [`Later`], [`Left`]), so that whoever started it can
 //! judge. Element e of rank r in round i is `base(e, i) * 4^r`: the sum is `base * (1 + 4 + ...)`, which no input, no
-//! other set of contributions, no other round and no neighbouring element can be taken for.
+//! other set of contributions, and, chunk by chunk, no other round and no other place can be taken for.
 
 use super::{Ending, Later, Left, Memory, Round, Task, now_ns};
+use half::bf16;
 use serde::Serialize;
 use std::fmt::Debug;
 use std::io::Read;
 use std::ops::DerefMut;
 use std::time::{Duration, Instant};
 use sumac::choice::Algo;
+use sumac::comm::Element;
 use sumac::controller::proto::Attach;
 use sumac::{Communicator, JoinConfig, ReduceOp};
 
@@ -29,26 +31,54 @@ pub(crate) fn run(task: &Task, mut looks: impl Read) {
             // It has no buffer.
             tell(&Later { changed: 0 });
         }
-        Ok(comm) => match task.memory {
-            Memory::Registered => match comm.alloc::<u32>(task.elements) {
-                Ok(buffer) => {
-                    assert!(buffer.is_registered(), "the device reaches it");
-                    reduce_and_look(task, comm, buffer, &mut looks);
-                }
-                Err(error) => {
-                    tell(&Ending { error: Some(format!("Alloc{}", variant(&error))), ..ending(error.to_string()) });
-                    tell(&Later { changed: 0 });
-                }
-            },
-            Memory::Plain | Memory::Packets => reduce_and_look(task, comm, vec![0; task.elements], &mut looks),
-        },
+        Ok(comm) if task.rounds_values => alloc_and_reduce::<bf16>(task, comm, &mut looks),
+        Ok(comm) => alloc_and_reduce::<u32>(task, comm, &mut looks),
     }
     let maps = std::fs::read_to_string("/proc/self/maps").expect("/proc");
     tell(&Left { mappings: maps.lines().filter(|line| line.contains("sumac-")).count() });
 }
 
+/// What buffers are made of.
+trait Value: Element + PartialEq {
+    fn of(base: u32, factor: u32) -> Self;
+}
+
+impl Value for u32 {
+    fn of(base: u32, factor: u32) -> Self {
+        base.wrapping_mul(factor)
+    }
+}
+
+/// Integers up to 256 are exact, and so is every sum of three ranks.
+impl Value for bf16 {
+    fn of(base: u32, factor: u32) -> Self {
+        Self::from_f32((((base >> 16) % 12 + 1) * factor) as f32)
+    }
+}
+
+fn alloc_and_reduce<T: Value>(task: &Task, comm: Communicator, looks: &mut impl Read) {
+    if task.memory != Memory::Registered {
+        return reduce_and_look(task, comm, vec![T::zeroed(); task.elements], looks);
+    }
+    match comm.alloc::<T>(task.elements) {
+        Ok(buffer) => {
+            assert!(buffer.is_registered(), "the device reaches it");
+            reduce_and_look(task, comm, buffer, looks);
+        }
+        Err(error) => {
+            tell(&Ending { error: Some(format!("Alloc{}", variant(&error))), ..ending(error.to_string()) });
+            tell(&Later { changed: 0 });
+        }
+    }
+}
+
 /// Reduce until something fails, look at the buffer, and look again when told to.
-fn reduce_and_look(task: &Task, comm: Communicator, mut buffer: impl DerefMut<Target = [u32]>, looks: &mut impl Read) {
+fn reduce_and_look<T: Value>(
+    task: &Task,
+    comm: Communicator,
+    mut buffer: impl DerefMut<Target = [T]>,
+    looks: &mut impl Read,
+) {
     let ended = reduce(task, &comm, &mut buffer);
     let failed = ended.error.is_some();
     tell(&ended);
@@ -61,7 +91,7 @@ fn reduce_and_look(task: &Task, comm: Communicator, mut buffer: impl DerefMut<Ta
     }
 }
 
-fn reduce(task: &Task, comm: &Communicator, buffer: &mut [u32]) -> Ending {
+fn reduce<T: Value>(task: &Task, comm: &Communicator, buffer: &mut [T]) -> Ending {
     let mut took_us = None;
     for round in 0..task.rounds {
         for (element, value) in buffer.iter_mut().enumerate() {
@@ -88,11 +118,12 @@ fn reduce(task: &Task, comm: &Communicator, buffer: &mut [u32]) -> Ending {
 }
 
 /// Compare every chunk with what it was and with what it was to become.
-fn look(task: &Task, buffer: &[u32], round: u64) -> Ending {
+fn look<T: Value>(task: &Task, buffer: &[T], round: u64) -> Ending {
     let mut seen = Ending { rounds: round, ..ending("no chunk is torn".into()) };
+    // Partial sums are 4 bytes long, whichever type they are rounded to.
     let chunk = task.chunk_bytes / size_of::<u32>();
     for (first, values) in (0..).step_by(chunk).zip(buffer.chunks(chunk)) {
-        let all = |expected: &dyn Fn(usize) -> u32| (first..).zip(values).all(|(at, &value)| value == expected(at));
+        let all = |expected: &dyn Fn(usize) -> T| (first..).zip(values).all(|(at, &value)| value == expected(at));
         if all(&|at| sum(task.ranks, at, round)) {
             seen.new += 1;
         } else if all(&|at| own(task.rank, at, round)) {
@@ -114,12 +145,12 @@ fn base(element: usize, round: u64) -> u32 {
     (element as u32).wrapping_mul(0x9e37_79b2).wrapping_add((round as u32).wrapping_mul(0x85eb_ca6a)) | 1
 }
 
-fn own(rank: u32, element: usize, round: u64) -> u32 {
-    base(element, round).wrapping_mul(1 << (2 * rank))
+fn own<T: Value>(rank: u32, element: usize, round: u64) -> T {
+    T::of(base(element, round), 1 << (2 * rank))
 }
 
-fn sum(ranks: u32, element: usize, round: u64) -> u32 {
-    base(element, round).wrapping_mul((0..ranks).map(|rank| 1 << (2 * rank)).sum())
+fn sum<T: Value>(ranks: u32, element: usize, round: u64) -> T {
+    T::of(base(element, round), (0..ranks).map(|rank| 1 << (2 * rank)).sum())
 }
 
 fn ending(text: String) -> Ending {
