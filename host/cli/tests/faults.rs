@@ -7,38 +7,17 @@
 mod common;
 mod members;
 
-use common::{Server, children, serve, serve_with};
-use members::{DeviceMemory, Ending, Later, Member, Memory, Sockets, Task, be_a_rank, dev_shm, now_ns, signal};
+use common::Server;
+use members::{
+    Cluster, DEADLINE, DeviceMemory, Later, Member, Memory, Seen, Sockets, Task, be_a_rank, now_ns, signal, start,
+};
 use rustix::process::Signal;
-use std::collections::BTreeMap;
-use std::net::SocketAddr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use sumac::controller::ControllerConfig;
 use sumac_hal::emu::Rng;
 
-/// Elements of each all-reduce: 4 MiB, in 69 chunks of which the last is shorter.
-const ELEMENTS: usize = 1 << 20;
-
 /// More rounds than any test waits for.
 const FOR_EVER: u64 = 1 << 40;
-
-/// Two leaves of two hosts each, and so of two ranks each. The planner takes the first leaf for the root.
-const FABRIC: &str = r#"
-switch = [{ name = "leaf0", aggregation = true }, { name = "leaf1", aggregation = true }, { name = "spine0" }]
-host = [{ name = "h0" }, { name = "h1" }, { name = "h2" }, { name = "h3" }]
-link = [
-    { ends = ["h0", "leaf0"] },
-    { ends = ["h1", "leaf0"] },
-    { ends = ["h2", "leaf1"] },
-    { ends = ["h3", "leaf1"] },
-    { ends = ["leaf0", "spine0"] },
-    { ends = ["leaf1", "spine0"] },
-]
-"#;
-
-/// How long a call may take.
-const DEADLINE: Duration = Duration::from_secs(10);
 
 /// How long the way back from a failed call may take beyond its deadline: a fence that is not answered, the memory that
 /// is taken away then, and a machine that does something else.
@@ -50,130 +29,10 @@ const JOINING: Duration = Duration::from_millis(12);
 /// How long they may take where one of them is killed meanwhile: the others wait for one that has not come that long.
 const JOIN_DEADLINE: Duration = Duration::from_secs(4);
 
-/// One cluster at a time, so that every child of this process is the cluster's.
-static ALONE: Mutex<()> = Mutex::new(());
-
 #[test]
 #[ignore = "a rank of other tests"]
 fn rank_process() {
     be_a_rank();
-}
-
-/// A controller, and the jobs that it was given.
-struct Cluster {
-    controller: Option<Server>,
-    addr: SocketAddr,
-    has_fabric: bool,
-    jobs: u32,
-    shm: Vec<String>,
-    _alone: MutexGuard<'static, ()>,
-}
-
-impl Cluster {
-    /// Start a controller without a fabric: jobs have trees of one device.
-    fn start() -> Self {
-        Self::on("")
-    }
-
-    fn on(fabric: &str) -> Self {
-        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-        let (shm, has_fabric) = (dev_shm(), !fabric.is_empty());
-        let topology: &[_] = if has_fabric { &["--topology", "-"] } else { &[] };
-        let mut controller = serve_with(&[&["controller", "--listen", "127.0.0.1:0"], topology].concat(), fabric);
-        let line = controller.line();
-        let addr = line.strip_prefix("listening ").and_then(|addr| addr.parse().ok()).expect("an address");
-        Self { controller: Some(controller), addr, has_fabric, jobs: 0, shm, _alone: alone }
-    }
-
-    /// Start a device, and wait until the controller knows it.
-    fn device(&self, name: &str) -> Server {
-        self.device_with(name, "full")
-    }
-
-    /// Start one with another engine.
-    fn device_with(&self, name: &str, profile: &str) -> Server {
-        let controller = self.addr.to_string();
-        let mut device = serve(&["device", "--name", name, "--controller", &controller, "--dma-profile", profile]);
-        assert_eq!(device.line(), format!("ready {name}"));
-        device
-    }
-
-    /// Describe the first rank of a new job.
-    fn task(&mut self, ranks: u32, memory: Memory, rounds: u64, deadline: Duration) -> Task {
-        self.jobs += 1;
-        let limits = ControllerConfig::new();
-        // As the controller does it: whole cache lines where an engine is in the way.
-        let chunk_bytes = usize::from(match (memory, self.has_fabric) {
-            (Memory::Packets, _) => limits.chunk_max_bytes,
-            (_, true) => limits.chunk_max_bytes / 64 * 64,
-            (_, false) => limits.reference_chunk_max_bytes,
-        });
-        let (controller, job, deadline_ms) = (self.addr, format!("job{}", self.jobs), deadline.as_millis() as u64);
-        let (elements, rounds_values) = (ELEMENTS, false);
-        Task { controller, job, rank: 0, ranks, memory, elements, rounds_values, chunk_bytes, rounds, deadline_ms }
-    }
-
-    /// Start a job's ranks.
-    fn job(&mut self, ranks: u32, memory: Memory, rounds: u64, deadline: Duration) -> Vec<Member> {
-        start(&self.task(ranks, memory, rounds, deadline))
-    }
-
-    /// Run a job of two ranks that goes well.
-    fn run_well(&mut self, memory: Memory, context: &str) {
-        let mut members = self.job(2, memory, 2, DEADLINE);
-        let endings: Vec<_> = members.iter_mut().map(Member::ending).collect();
-        assert!(endings.iter().all(|ending| ending.error.is_none() && ending.rounds == 2), "{context}: {endings:?}");
-        members.into_iter().for_each(Member::end);
-    }
-
-    fn kill_controller(&mut self) {
-        self.controller.take().expect("killed once").kill();
-    }
-
-    /// End what is left in order, and see that this was all.
-    fn end(mut self, devices: Vec<Server>) {
-        let sockets: Vec<_> = devices.iter().map(|device| Sockets::of(device.pid())).collect();
-        for mut server in devices.into_iter().chain(self.controller.take()) {
-            server.interrupt_and_expect_success();
-        }
-        sockets.iter().for_each(|sockets| sockets.wait_until_gone("at the end"));
-        let left: Vec<_> = children(std::process::id()).into_iter().map(|child| child.command).collect();
-        assert!(left.is_empty(), "left: {left:?}");
-        assert_eq!(dev_shm(), self.shm, "files are left");
-    }
-}
-
-/// Start all ranks of a job that is described by the task of its first.
-fn start(task: &Task) -> Vec<Member> {
-    (0..task.ranks).map(|rank| Member::start(&Task { rank, ..task.clone() })).collect()
-}
-
-/// What a test has seen, for its summary.
-#[derive(Debug, Default)]
-struct Seen {
-    endings: usize,
-    mixed: usize,
-    old: usize,
-    new: usize,
-    /// How often each error came, and how many milliseconds the slowest took.
-    errors: BTreeMap<String, (usize, u64)>,
-}
-
-impl Seen {
-    /// Check how a rank's work ended after something was done to its surroundings, and note it.
-    fn note(&mut self, ending: &Ending, since_ns: u64, limit: Duration, expected: &[&str], context: &str) {
-        let error = ending.error.as_deref().unwrap_or("none");
-        assert!(expected.contains(&error), "{context}: {ending:?}");
-        assert_eq!(ending.torn, 0, "{context}: {ending:?}");
-        let took = Duration::from_nanos(ending.at_ns.saturating_sub(since_ns));
-        assert!(took < limit, "{context}: {took:?}: {ending:?}");
-        self.endings += 1;
-        self.mixed += usize::from(ending.old > 0 && ending.new > 0);
-        self.old += ending.old;
-        self.new += ending.new;
-        let (count, slowest_ms) = self.errors.entry(error.to_owned()).or_default();
-        (*count, *slowest_ms) = (*count + 1, (*slowest_ms).max(took.as_millis() as u64));
-    }
 }
 
 /// Wait until all members begin an operation, and then until a random moment of it, or a little after.
@@ -390,7 +249,7 @@ fn a_rank_that_is_killed_after_its_controller_costs_the_others_no_more_than_thei
 #[test]
 fn either_device_of_two_levels_may_be_killed() {
     const KILLS: u64 = 8;
-    let mut cluster = Cluster::on(FABRIC);
+    let mut cluster = Cluster::start_with_two_leaves();
     let mut seen = Seen::default();
     for nth in 0..KILLS {
         let context = format!("kill {nth}, seed {nth}");
@@ -470,5 +329,60 @@ fn a_rank_that_is_stopped_costs_the_others_no_more_than_their_deadline() {
         before.wait_for(device.pid(), &context);
         println!("{context}: {seen:?}");
     }
+    cluster.end(vec![device]);
+}
+
+#[test]
+fn ranks_by_reference_and_in_packets_end_together() {
+    const KILLS: u64 = 10;
+    let mut cluster = Cluster::start();
+    let device = cluster.device("device");
+    let before = DeviceMemory::of(device.pid());
+    let mut seen = Seen::default();
+    for nth in 0..KILLS {
+        let context = format!("kill {nth}, seed {nth}");
+        let mut rng = Rng::new(nth);
+        let task = cluster.task(3, Memory::Registered, FOR_EVER, DEADLINE);
+        // As for more levels than one: packets limit the chunks, and an engine wants cache lines.
+        let task = Task { chunk_bytes: usize::from(ControllerConfig::new().chunk_max_bytes) / 64 * 64, ..task };
+        let memories = (0..).zip([Memory::Registered, Memory::Packets, Memory::Plain]);
+        let mut members: Vec<_> =
+            memories.map(|(rank, memory)| Member::start(&Task { rank, memory, ..task.clone() })).collect();
+        wait_within_an_operation(&mut members, &mut rng);
+        let killed = now_ns();
+        members.remove((nth % 3) as usize).kill();
+        for member in &mut members {
+            seen.note(&member.ending(), killed, DEADLINE, &["RankLost"], &context);
+        }
+        nothing_changed(&mut members, &context);
+        members.into_iter().for_each(Member::end);
+        before.wait_for(device.pid(), &context);
+    }
+    println!("{KILLS} kills of a rank among others that attach in another way: {seen:?}");
+    assert!(seen.mixed > 0, "no kill was in the middle of an operation: {seen:?}");
+    cluster.run_well(Memory::Registered, "at the end");
+    cluster.end(vec![device]);
+}
+
+#[test]
+fn a_device_that_is_stopped_before_a_job_begins_is_no_part_of_it() {
+    // The controller waits for the device to answer, and gives up; ranks wait for the controller.
+    const JOIN: Duration = Duration::from_secs(40);
+    let mut cluster = Cluster::start();
+    let device = cluster.device("device");
+    let before = DeviceMemory::of(device.pid());
+    let stopped = now_ns();
+    signal(device.pid(), Signal::STOP);
+    let mut members = cluster.job(2, Memory::Registered, FOR_EVER, JOIN);
+    let mut seen = Seen::default();
+    for member in &mut members {
+        seen.note(&member.ending(), stopped, JOIN, &["NotPossible"], "without a device");
+    }
+    signal(device.pid(), Signal::CONT);
+    nothing_changed(&mut members, "without a device");
+    members.into_iter().for_each(Member::end);
+    println!("a device that is stopped: {seen:?}");
+    cluster.run_well(Memory::Registered, "with the device");
+    before.wait_for(device.pid(), "at the end");
     cluster.end(vec![device]);
 }

@@ -1,10 +1,13 @@
 //! Ranks that are processes of their own and may be killed: this test program again, with `rank_process` as its only
 //! test and a task in its environment.
 
+mod cluster;
 mod left;
 mod rank;
 
-pub(crate) use left::{DeviceMemory, Sockets, dev_shm};
+pub(crate) use cluster::{Cluster, DEADLINE, Seen, start};
+use left::dev_shm;
+pub(crate) use left::{DeviceMemory, Sockets};
 
 use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_death_signal};
 use rustix::time::{ClockId, clock_gettime};
@@ -17,7 +20,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 /// Long enough for a machine that does something else first; a test that works never waits for it.
-pub(crate) const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(60);
 
 /// The variable that holds a rank's task.
 const TASK: &str = "SUMAC_TEST_TASK";

@@ -12,7 +12,7 @@ use std::io::Read;
 use std::ops::DerefMut;
 use std::time::{Duration, Instant};
 use sumac::choice::Algo;
-use sumac::comm::Element;
+use sumac::comm::{Element, Transfer};
 use sumac::controller::proto::Attach;
 use sumac::{Communicator, JoinConfig, ReduceOp};
 
@@ -61,10 +61,7 @@ fn alloc_and_reduce<T: Value>(task: &Task, comm: Communicator, looks: &mut impl 
         return reduce_and_look(task, comm, vec![T::zeroed(); task.elements], looks);
     }
     match comm.alloc::<T>(task.elements) {
-        Ok(buffer) => {
-            assert!(buffer.is_registered(), "the device reaches it");
-            reduce_and_look(task, comm, buffer, looks);
-        }
+        Ok(buffer) => reduce_and_look(task, comm, buffer, looks),
         Err(error) => {
             tell(&Ending { error: Some(format!("Alloc{}", variant(&error))), ..ending(error.to_string()) });
             tell(&Later { changed: 0 });
@@ -106,15 +103,30 @@ fn reduce<T: Value>(task: &Task, comm: &Communicator, buffer: &mut [T]) -> Endin
         took_us = Some(begun.elapsed().as_micros() as u64);
         let mut ended = look(task, buffer, round);
         ended.at_ns = at_ns;
-        if let Err(error) = result {
-            let text = format!("{error}; {}", ended.text);
-            return Ending { error: Some(variant(&error)), text, ..ended };
+        let way = match result {
+            Ok(outcome) => outcome.transfer,
+            Err(error) => {
+                let text = format!("{error}; {}", ended.text);
+                return Ending { error: Some(variant(&error)), text, ..ended };
+            }
+        };
+        if way != Some(transfer(task.memory)) {
+            return Ending { error: Some("WrongWay".into()), text: format!("{way:?}"), ..ended };
         }
         if ended.old + ended.torn > 0 {
             return Ending { error: Some("WrongResult".into()), ..ended };
         }
     }
     Ending { rounds: task.rounds, ..ending(String::new()) }
+}
+
+/// Return the way that data takes from memory of a kind.
+fn transfer(memory: Memory) -> Transfer {
+    match memory {
+        Memory::Registered => Transfer::Registered,
+        Memory::Plain => Transfer::Bounced,
+        Memory::Packets => Transfer::Packets,
+    }
 }
 
 /// Compare every chunk with what it was and with what it was to become.
