@@ -53,6 +53,17 @@ pub(crate) fn serve_with(args: &[&str], stdin: &str) -> Server {
 }
 
 impl Server {
+    /// Return its process.
+    pub(crate) fn pid(&self) -> Pid {
+        Pid::from_child(&self.process)
+    }
+
+    /// Kill it as nothing in it can notice.
+    pub(crate) fn kill(mut self) {
+        self.process.kill().expect("it is ours");
+        self.process.wait().expect("it is ours");
+    }
+
     /// Wait for a line on its stdout.
     pub(crate) fn line(&mut self) -> String {
         let mut line = String::new();

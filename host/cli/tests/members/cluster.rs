@@ -1,0 +1,155 @@
+//! A cluster of processes, and what a test has seen in one.
+
+use super::{Ending, Member, Memory, Sockets, Task, dev_shm};
+use crate::common::{Server, children, serve, serve_with};
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use sumac::controller::ControllerConfig;
+
+/// Elements of each all-reduce: 4 MiB, in 69 chunks of which the last is shorter.
+const ELEMENTS: usize = 1 << 20;
+
+/// Two leaves of two hosts each, and so of two ranks each. The planner takes the first leaf for the root.
+const FABRIC: &str = r#"
+switch = [{ name = "leaf0", aggregation = true }, { name = "leaf1", aggregation = true }, { name = "spine0" }]
+host = [{ name = "h0" }, { name = "h1" }, { name = "h2" }, { name = "h3" }]
+link = [
+    { ends = ["h0", "leaf0"] },
+    { ends = ["h1", "leaf0"] },
+    { ends = ["h2", "leaf1"] },
+    { ends = ["h3", "leaf1"] },
+    { ends = ["leaf0", "spine0"] },
+    { ends = ["leaf1", "spine0"] },
+]
+"#;
+
+/// How long a call may take.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(10);
+
+/// One cluster at a time, so that every child of this process is the cluster's.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// A controller, and the jobs that it was given.
+pub(crate) struct Cluster {
+    controller: Option<Server>,
+    addr: SocketAddr,
+    has_fabric: bool,
+    jobs: u32,
+    shm: Vec<String>,
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl Cluster {
+    /// Start a controller without a fabric: jobs have trees of one device.
+    pub(crate) fn start() -> Self {
+        Self::on("")
+    }
+
+    /// Start one with a fabric of two leaves: jobs of four ranks have trees of both.
+    pub(crate) fn start_with_two_leaves() -> Self {
+        Self::on(FABRIC)
+    }
+
+    fn on(fabric: &str) -> Self {
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let (shm, has_fabric) = (dev_shm(), !fabric.is_empty());
+        let topology: &[_] = if has_fabric { &["--topology", "-"] } else { &[] };
+        let mut controller = serve_with(&[&["controller", "--listen", "127.0.0.1:0"], topology].concat(), fabric);
+        let line = controller.line();
+        let addr = line.strip_prefix("listening ").and_then(|addr| addr.parse().ok()).expect("an address");
+        Self { controller: Some(controller), addr, has_fabric, jobs: 0, shm, _alone: alone }
+    }
+
+    /// Start a device, and wait until the controller knows it.
+    pub(crate) fn device(&self, name: &str) -> Server {
+        self.device_with(name, "full")
+    }
+
+    /// Start one with another engine.
+    pub(crate) fn device_with(&self, name: &str, profile: &str) -> Server {
+        let controller = self.addr.to_string();
+        let mut device = serve(&["device", "--name", name, "--controller", &controller, "--dma-profile", profile]);
+        assert_eq!(device.line(), format!("ready {name}"));
+        device
+    }
+
+    /// Describe the first rank of a new job.
+    pub(crate) fn task(&mut self, ranks: u32, memory: Memory, rounds: u64, deadline: Duration) -> Task {
+        self.jobs += 1;
+        let limits = ControllerConfig::new();
+        // As the controller does it: whole cache lines where an engine is in the way.
+        let chunk_bytes = usize::from(match (memory, self.has_fabric) {
+            (Memory::Packets, _) => limits.chunk_max_bytes,
+            (_, true) => limits.chunk_max_bytes / 64 * 64,
+            (_, false) => limits.reference_chunk_max_bytes,
+        });
+        let (controller, job, deadline_ms) = (self.addr, format!("job{}", self.jobs), deadline.as_millis() as u64);
+        let (elements, rounds_values) = (ELEMENTS, false);
+        Task { controller, job, rank: 0, ranks, memory, elements, rounds_values, chunk_bytes, rounds, deadline_ms }
+    }
+
+    /// Start a job's ranks.
+    pub(crate) fn job(&mut self, ranks: u32, memory: Memory, rounds: u64, deadline: Duration) -> Vec<Member> {
+        start(&self.task(ranks, memory, rounds, deadline))
+    }
+
+    /// Run a job of two ranks that goes well.
+    pub(crate) fn run_well(&mut self, memory: Memory, context: &str) {
+        let mut members = self.job(2, memory, 2, DEADLINE);
+        let endings: Vec<_> = members.iter_mut().map(Member::ending).collect();
+        assert!(endings.iter().all(|ending| ending.error.is_none() && ending.rounds == 2), "{context}: {endings:?}");
+        members.into_iter().for_each(Member::end);
+    }
+
+    pub(crate) fn kill_controller(&mut self) {
+        self.controller.take().expect("killed once").kill();
+    }
+
+    /// End what is left in order, and see that this was all.
+    pub(crate) fn end(mut self, devices: Vec<Server>) {
+        let sockets: Vec<_> = devices.iter().map(|device| Sockets::of(device.pid())).collect();
+        for mut server in devices.into_iter().chain(self.controller.take()) {
+            server.interrupt_and_expect_success();
+        }
+        sockets.iter().for_each(|sockets| sockets.wait_until_gone("at the end"));
+        let left: Vec<_> = children(std::process::id()).into_iter().map(|child| child.command).collect();
+        assert!(left.is_empty(), "left: {left:?}");
+        assert_eq!(dev_shm(), self.shm, "files are left");
+    }
+}
+
+/// Start all ranks of a job that is described by the task of its first.
+pub(crate) fn start(task: &Task) -> Vec<Member> {
+    (0..task.ranks).map(|rank| Member::start(&Task { rank, ..task.clone() })).collect()
+}
+
+/// What a test has seen, for its summary.
+#[derive(Debug, Default)]
+pub(crate) struct Seen {
+    endings: usize,
+    /// Ranks whose buffer held both.
+    pub(crate) mixed: usize,
+    old: usize,
+    new: usize,
+    /// How often each error came, and how many milliseconds the slowest took.
+    errors: BTreeMap<String, (usize, u64)>,
+}
+
+impl Seen {
+    /// Check how a rank's work ended after something was done to its surroundings, and note it.
+    pub(crate) fn note(&mut self, ending: &Ending, since_ns: u64, limit: Duration, expected: &[&str], context: &str) {
+        let error = ending.error.as_deref().unwrap_or("none");
+        assert!(expected.contains(&error), "{context}: {ending:?}");
+        assert_eq!(ending.torn, 0, "{context}: {ending:?}");
+        let took = Duration::from_nanos(ending.at_ns.saturating_sub(since_ns));
+        assert!(took < limit, "{context}: {took:?}: {ending:?}");
+        self.endings += 1;
+        self.mixed += usize::from(ending.old > 0 && ending.new > 0);
+        self.old += ending.old;
+        self.new += ending.new;
+        let (count, slowest_ms) = self.errors.entry(error.to_owned()).or_default();
+        (*count, *slowest_ms) = (*count + 1, (*slowest_ms).max(took.as_millis() as u64));
+    }
+}

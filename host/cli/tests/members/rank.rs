@@ -1,0 +1,179 @@
+//! The program of a rank whose surroundings die: all-reduces in place until one fails, and then a look at every chunk.
+//!
+//! It says what it saw in lines of JSON ([`Round`], [`Ending`], [`Later`], [`Left`]), so that whoever started it can
+//! judge. Element e of rank r in round i is `base(e, i) * 4^r`: the sum is `base * (1 + 4 + ...)`, which no input, no
+//! other set of contributions, and, chunk by chunk, no other round and no other place can be taken for.
+
+use super::{Ending, Later, Left, Memory, Round, Task, now_ns};
+use half::bf16;
+use serde::Serialize;
+use std::fmt::Debug;
+use std::io::Read;
+use std::ops::DerefMut;
+use std::time::{Duration, Instant};
+use sumac::choice::Algo;
+use sumac::comm::{Element, Transfer};
+use sumac::controller::proto::Attach;
+use sumac::{Communicator, JoinConfig, ReduceOp};
+
+/// Do a task to its end. `looks` is read to its end before the buffer is looked at for the last time.
+pub(crate) fn run(task: &Task, mut looks: impl Read) {
+    let config = JoinConfig {
+        algo: Algo::Tree,
+        deadline: Duration::from_millis(task.deadline_ms),
+        join_timeout: Duration::from_millis(task.deadline_ms),
+        attach: if task.memory == Memory::Packets { Attach::Udp } else { Attach::Shm },
+        ..JoinConfig::new(task.controller, task.job.clone(), task.rank, task.ranks)
+    };
+    match Communicator::join(config) {
+        Err(error) => {
+            tell(&Ending { error: Some(format!("Join{}", variant(&error))), ..ending(error.to_string()) });
+            // It has no buffer.
+            tell(&Later { changed: 0 });
+        }
+        Ok(comm) if task.rounds_values => alloc_and_reduce::<bf16>(task, comm, &mut looks),
+        Ok(comm) => alloc_and_reduce::<u32>(task, comm, &mut looks),
+    }
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("/proc");
+    tell(&Left { mappings: maps.lines().filter(|line| line.contains("sumac-")).count() });
+}
+
+/// What buffers are made of.
+trait Value: Element + PartialEq {
+    fn of(base: u32, factor: u32) -> Self;
+}
+
+impl Value for u32 {
+    fn of(base: u32, factor: u32) -> Self {
+        base.wrapping_mul(factor)
+    }
+}
+
+/// Integers up to 256 are exact, and so is every sum of three ranks.
+impl Value for bf16 {
+    fn of(base: u32, factor: u32) -> Self {
+        Self::from_f32((((base >> 16) % 12 + 1) * factor) as f32)
+    }
+}
+
+fn alloc_and_reduce<T: Value>(task: &Task, comm: Communicator, looks: &mut impl Read) {
+    if task.memory != Memory::Registered {
+        return reduce_and_look(task, comm, vec![T::zeroed(); task.elements], looks);
+    }
+    match comm.alloc::<T>(task.elements) {
+        Ok(buffer) => reduce_and_look(task, comm, buffer, looks),
+        Err(error) => {
+            tell(&Ending { error: Some(format!("Alloc{}", variant(&error))), ..ending(error.to_string()) });
+            tell(&Later { changed: 0 });
+        }
+    }
+}
+
+/// Reduce until something fails, look at the buffer, and look again when told to.
+fn reduce_and_look<T: Value>(
+    task: &Task,
+    comm: Communicator,
+    mut buffer: impl DerefMut<Target = [T]>,
+    looks: &mut impl Read,
+) {
+    let ended = reduce(task, &comm, &mut buffer);
+    let failed = ended.error.is_some();
+    tell(&ended);
+    let seen = buffer.to_vec();
+    if failed {
+        looks.read_to_end(&mut Vec::new()).expect("a pipe");
+        tell(&Later { changed: seen.iter().zip(buffer.iter()).filter(|(then, now)| then != now).count() });
+    } else {
+        comm.leave();
+    }
+}
+
+fn reduce<T: Value>(task: &Task, comm: &Communicator, buffer: &mut [T]) -> Ending {
+    let mut took_us = None;
+    for round in 0..task.rounds {
+        for (element, value) in buffer.iter_mut().enumerate() {
+            *value = own(task.rank, element, round);
+        }
+        if let Some(took_us) = took_us {
+            tell(&Round { round, took_us });
+        }
+        let begun = Instant::now();
+        let result = comm.all_reduce(buffer, ReduceOp::Sum);
+        let at_ns = now_ns();
+        took_us = Some(begun.elapsed().as_micros() as u64);
+        let mut ended = look(task, buffer, round);
+        ended.at_ns = at_ns;
+        let way = match result {
+            Ok(outcome) => outcome.transfer,
+            Err(error) => {
+                let text = format!("{error}; {}", ended.text);
+                return Ending { error: Some(variant(&error)), text, ..ended };
+            }
+        };
+        if way != Some(transfer(task.memory)) {
+            return Ending { error: Some("WrongWay".into()), text: format!("{way:?}"), ..ended };
+        }
+        if ended.old + ended.torn > 0 {
+            return Ending { error: Some("WrongResult".into()), ..ended };
+        }
+    }
+    Ending { rounds: task.rounds, ..ending(String::new()) }
+}
+
+/// Return the way that data takes from memory of a kind.
+fn transfer(memory: Memory) -> Transfer {
+    match memory {
+        Memory::Registered => Transfer::Registered,
+        Memory::Plain => Transfer::Bounced,
+        Memory::Packets => Transfer::Packets,
+    }
+}
+
+/// Compare every chunk with what it was and with what it was to become.
+fn look<T: Value>(task: &Task, buffer: &[T], round: u64) -> Ending {
+    let mut seen = Ending { rounds: round, ..ending("no chunk is torn".into()) };
+    // Partial sums are 4 bytes long, whichever type they are rounded to.
+    let chunk = task.chunk_bytes / size_of::<u32>();
+    for (first, values) in (0..).step_by(chunk).zip(buffer.chunks(chunk)) {
+        let all = |expected: &dyn Fn(usize) -> T| (first..).zip(values).all(|(at, &value)| value == expected(at));
+        if all(&|at| sum(task.ranks, at, round)) {
+            seen.new += 1;
+        } else if all(&|at| own(task.rank, at, round)) {
+            seen.old += 1;
+        } else {
+            seen.torn += 1;
+            let is_new = |at: usize| values[at - first] == sum(task.ranks, at, round);
+            let is_old = |at: usize| values[at - first] == own(task.rank, at, round);
+            let places = first..first + values.len();
+            let (new, old) = (places.clone().filter(|&at| is_new(at)).count(), places.filter(|&at| is_old(at)).count());
+            let other = values.len() - new - old;
+            seen.text = format!("chunk from element {first} on: {new} new, {old} old, {other} neither");
+        }
+    }
+    seen
+}
+
+fn base(element: usize, round: u64) -> u32 {
+    (element as u32).wrapping_mul(0x9e37_79b2).wrapping_add((round as u32).wrapping_mul(0x85eb_ca6a)) | 1
+}
+
+fn own<T: Value>(rank: u32, element: usize, round: u64) -> T {
+    T::of(base(element, round), 1 << (2 * rank))
+}
+
+fn sum<T: Value>(ranks: u32, element: usize, round: u64) -> T {
+    T::of(base(element, round), (0..ranks).map(|rank| 1 << (2 * rank)).sum())
+}
+
+fn ending(text: String) -> Ending {
+    Ending { error: None, text, rounds: 0, old: 0, new: 0, torn: 0, at_ns: now_ns() }
+}
+
+/// Return the name of an error's variant.
+fn variant(error: &impl Debug) -> String {
+    format!("{error:?}").chars().take_while(char::is_ascii_alphanumeric).collect()
+}
+
+fn tell(line: &impl Serialize) {
+    println!("{}", serde_json::to_string(line).expect("plain values"));
+}
