@@ -10,7 +10,7 @@
 
 use super::kernels::Action;
 use super::map::{Map, Pin};
-use crate::dma::{Address, Capabilities, Status, Step};
+use crate::dma::{Address, Capabilities, RegionKey, Status, Step};
 use std::slice;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
@@ -50,7 +50,8 @@ pub(super) struct Runner<'a> {
     capabilities: Capabilities,
     /// Whether addresses must be multiples of their elements' sizes.
     strict: bool,
-    pins: Vec<Pin<'a>>,
+    /// Regions of the chain, each once: threads that pin the same ones pass their cache lines back and forth.
+    pins: Vec<(RegionKey, Pin<'a>)>,
     steps: Vec<Resolved>,
     spans: Vec<(Span, bool)>,
 }
@@ -149,9 +150,12 @@ impl<'a> Runner<'a> {
         len_bytes: u64,
         (size_bytes, value_bytes): (usize, usize),
     ) -> Result<Span, Status> {
-        let pin = self.map.pin(address.region)?;
-        let base = pin.translate(address.offset_bytes, len_bytes)?;
-        self.pins.push(pin);
+        let known = self.pins.iter().position(|(region, _)| *region == address.region);
+        let index = known.unwrap_or(self.pins.len());
+        if known.is_none() {
+            self.pins.push((address.region, self.map.pin(address.region)?));
+        }
+        let base = self.pins[index].1.translate(address.offset_bytes, len_bytes)?;
         if self.strict && !base.addr().is_multiple_of(value_bytes) {
             return Err(Status::Misaligned);
         }
