@@ -4,8 +4,10 @@
 //! where they run. The arithmetic is `reduce`'s SIMD kernels; a chain is done tile by tile wherever that is the same (`run`), so that
 //! accumulators stay in the nearest caches, each source is read once and each destination written once.
 //!
-//! A chain goes to the queue of its slot, unless another has much less to do: so a slot's accumulators, and the part
-//! of everybody's buffers that it serves in each operation, tend to stay in one core's caches.
+//! A chain goes to the queue that is at home where it fetches from, piece by piece in turn, unless another has much less
+//! to do: so the part of everybody's buffers that a core serves is the same in each operation, and stays in its caches.
+//! (By slots it would be another in every operation of an odd number of chunks, and each line of memory that fits the
+//! caches would come from the other core's: half as fast where those are far from each other.)
 //!
 //! *Strict* mode is pickier than hardware ([`Strictness`]).
 //!
@@ -43,7 +45,7 @@ use std::time::{Duration, Instant};
 use strict::InFlight;
 use worker::{COMPLETION_WORDS, Farewell, Shared, Sleeper, Worker};
 
-/// How many chains more than others the queue of a slot may have before others take its chains.
+/// How many chains more than others a queue may have before others take those that are at home with it.
 const AFFINITY_CHAINS: usize = 2;
 
 /// The user's side of one thread.
@@ -223,11 +225,15 @@ impl EmuEngine {
         self.stats
     }
 
-    /// Return the queue to submit to, the user's own behind the others: the slot's, unless another is much less busy or
-    /// it has no room.
-    fn choose(&self, slot: u32, steps: usize) -> Option<usize> {
-        let queues = self.queues.len() + usize::from(self.own.helps());
-        let own = slot as usize % queues;
+    /// Return the queue to submit to, the user's own behind the others: the one that is at home where the chain fetches
+    /// from, unless another is much less busy or it has no room.
+    fn choose(&self, chain: &Chain<'_>) -> Option<usize> {
+        let (queues, steps) = (self.queues.len() + usize::from(self.own.helps()), chain.steps.len());
+        let is_local = |region| self.local.iter().any(|(local, _)| *local == region);
+        let mut fetches = chain.steps.iter().filter_map(|step| Some((step.src()?, step.src_len_bytes())));
+        let fetched = fetches.find(|(src, _)| !is_local(src.region));
+        let place = fetched.map_or(chain.tag.slot.into(), |(src, len_bytes)| src.offset_bytes / len_bytes.max(1));
+        let own = (place % queues as u64) as usize;
         let depth = self.capabilities.queue_depth as usize;
         let mut best: Option<(usize, usize)> = None;
         for turn in 0..queues {
@@ -336,7 +342,7 @@ impl Engine for EmuEngine {
             self.ended.push_back(completion);
             return Ok(());
         }
-        let index = self.choose(chain.tag.slot, steps).ok_or(full)?;
+        let index = self.choose(&chain).ok_or(full)?;
         if index == self.queues.len() {
             let local = (self.strictness == Strictness::Hardware).then_some(&self.local[..]);
             self.own.push(&chain, local.map(|local| local.iter().map(|(key, _)| *key)));

@@ -130,7 +130,9 @@ fn unmapping_waits_for_who_uses_the_region_and_refuses_who_comes_later() {
         while engine.shared.map.pin(key(2)).is_ok() {
             thread::yield_now();
         }
-        submit(&mut engine, 1, 0, &copy(2, 1)).expect("room");
+        // At home with the other thread.
+        let behind = [Step::Copy { src: at(2, 1), dst: at(1, 1), len_bytes: 1 }];
+        submit(&mut engine, 1, 0, &behind).expect("room");
         assert_eq!(collect(&mut engine, 1), [(1, Status::StaleRegion)]);
         gated.open();
         unmapping.join().expect("no panic");
