@@ -233,7 +233,8 @@ impl EmuEngine {
         let mut fetches = chain.steps.iter().filter_map(|step| Some((step.src()?, step.src_len_bytes())));
         let fetched = fetches.find(|(src, _)| !is_local(src.region));
         let place = fetched.map_or(chain.tag.slot.into(), |(src, len_bytes)| src.offset_bytes / len_bytes.max(1));
-        let own = (place % queues as u64) as usize;
+        // The first piece is at home with the user, if it helps: where there is only one, nobody has to be woken.
+        let own = queues - 1 - (place % queues as u64) as usize;
         let depth = self.capabilities.queue_depth as usize;
         let mut best: Option<(usize, usize)> = None;
         for turn in 0..queues {
