@@ -7,7 +7,7 @@
 use crate::collective::Piece;
 use crate::options::Algo;
 use crate::perf::Explained;
-use crate::workload::MemoryKind;
+use crate::workload::{Check, MemoryKind};
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -53,6 +53,8 @@ pub(crate) enum Work {
         iterations: u32,
         /// What the buffers are in.
         memory: MemoryKind,
+        /// Which of them are checked.
+        check: Check,
     },
     /// Say what would be chosen, and why.
     Explain {

@@ -8,7 +8,7 @@ use crate::collective;
 use crate::exit::Failure;
 use crate::job::{Case, Measured, RankJob, Report, Work};
 use crate::perf::Explained;
-use crate::workload::{MemoryKind, Workload};
+use crate::workload::{Check, MemoryKind, Workload};
 use anyhow::{Context, anyhow};
 use rustix::time::{ClockId, clock_gettime};
 use std::io::{self, Write};
@@ -32,8 +32,9 @@ pub(crate) fn run() -> Result<(), Failure> {
     let communicator = Communicator::join(config).map_err(Failure::run)?;
     report(&Report::Joined { attached: attached(&job, &communicator)? })?;
     match &job.work {
-        Work::Perf { cases, warmup, iterations, memory } => {
-            let mut bench = Bench::new(&communicator, (*warmup, *iterations), *memory);
+        &Work::Perf { ref cases, warmup, iterations, memory, check } => {
+            let communicator = &communicator;
+            let mut bench = Bench { communicator, warmup, iterations, check, memory, iteration: 0, workload: None };
             for case in cases {
                 report(&bench.measure(case)?)?;
             }
@@ -67,6 +68,7 @@ struct Bench<'a> {
     communicator: &'a Communicator,
     warmup: u32,
     iterations: u32,
+    check: Check,
     memory: MemoryKind,
     /// Counts on over all cases, so that no case's values are an earlier one's.
     iteration: u64,
@@ -74,20 +76,15 @@ struct Bench<'a> {
     workload: Option<(OpDesc, Workload)>,
 }
 
-impl<'a> Bench<'a> {
-    fn new(communicator: &'a Communicator, (warmup, iterations): (u32, u32), memory: MemoryKind) -> Self {
-        Self { communicator, warmup, iterations, memory, iteration: 0, workload: None }
-    }
-
-    /// Measure a case: every iteration is checked, those after the warm-up count.
+impl Bench<'_> {
+    /// Measure a case: those iterations count that come after the warm-up.
     fn measure(&mut self, case: &Case) -> Result<Report, Failure> {
         let desc = case.desc();
         usize::try_from(case.size_bytes()).map_err(Failure::run)?;
-        let workload = match self.workload.take().filter(|(known, _)| *known == desc) {
+        let mut workload = match self.workload.take().filter(|(known, _)| *known == desc) {
             Some((_, workload)) => workload,
             None => Workload::new(desc, self.communicator, self.memory).map_err(|error| failed(case, &error))?,
         };
-        let (_, workload) = self.workload.insert((desc, workload));
         let options = CallOptions { algo: Some(case.algo), ..CallOptions::default() };
         let mut sum = Measured {
             times_ns: Vec::with_capacity(self.iterations as usize),
@@ -99,31 +96,90 @@ impl<'a> Bench<'a> {
             retransmits: 0,
             repaired: false,
         };
-        for nth in 0..u64::from(self.warmup) + u64::from(self.iterations) {
-            self.iteration += 1;
-            workload.fill(self.iteration);
-            self.communicator.barrier().map_err(|error| failed(case, &error))?;
-            let cpu_before = cpu_time();
-            let start = Instant::now();
-            let outcome = workload.run(self.communicator, &options);
-            let time = start.elapsed();
-            let cpu = cpu_time().saturating_sub(cpu_before);
-            let outcome = match outcome {
-                Ok(outcome) => outcome,
-                // Nothing was started, at no rank.
-                Err(sumac::Error::NotPossible(why)) => return Ok(Report::NotPossible { why: why.to_string() }),
-                Err(error) => return Err(failed(case, &error)),
-            };
-            // Nobody's check takes a core from a rank that is still being timed.
-            self.communicator.barrier().map_err(|error| failed(case, &error))?;
-            sum.wrong += workload.wrong(self.iteration);
-            if nth >= u64::from(self.warmup) {
-                sum.times_ns.push(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
-                sum.cpu_ns += u64::try_from(cpu.as_nanos()).unwrap_or(u64::MAX);
-                add(&mut sum, outcome);
-            }
+        let outcome = match self.check {
+            Check::Every => self.each_checked(&mut workload, &options, &mut sum),
+            Check::Ends => self.back_to_back(&mut workload, &options, &mut sum),
+        };
+        self.workload = Some((desc, workload));
+        match outcome {
+            Ok(()) => Ok(Report::Measured(sum)),
+            // Nothing was started, at no rank.
+            Err(sumac::Error::NotPossible(why)) => Ok(Report::NotPossible { why: why.to_string() }),
+            Err(error) => Err(failed(case, &error)),
         }
-        Ok(Report::Measured(sum))
+    }
+
+    /// Run iterations in values of their own.
+    fn each_checked(
+        &mut self,
+        workload: &mut Workload,
+        options: &CallOptions,
+        sum: &mut Measured,
+    ) -> Result<(), sumac::Error> {
+        for nth in 0..u64::from(self.warmup) + u64::from(self.iterations) {
+            let counted = nth >= u64::from(self.warmup);
+            let wrong = self.checked(workload, options, counted.then_some(&mut *sum))?;
+            sum.wrong += wrong;
+        }
+        Ok(())
+    }
+
+    /// Run iterations that have nothing but a barrier between them.
+    fn back_to_back(
+        &mut self,
+        workload: &mut Workload,
+        options: &CallOptions,
+        sum: &mut Measured,
+    ) -> Result<(), sumac::Error> {
+        sum.wrong += self.checked(workload, options, None)?;
+        workload.clear();
+        for _ in 0..self.warmup {
+            self.timed(workload, options, None)?;
+        }
+        for _ in 0..self.iterations {
+            self.timed(workload, options, Some(sum))?;
+        }
+        self.communicator.barrier()?;
+        sum.wrong += workload.not_clear();
+        sum.wrong += self.checked(workload, options, None)?;
+        Ok(())
+    }
+
+    /// Run an iteration in new values, and return how many elements came out wrong.
+    fn checked(
+        &mut self,
+        workload: &mut Workload,
+        options: &CallOptions,
+        sum: Option<&mut Measured>,
+    ) -> Result<u64, sumac::Error> {
+        self.iteration += 1;
+        workload.fill(self.iteration);
+        self.timed(workload, options, sum)?;
+        // Nobody's check takes a core from a rank that is still being timed.
+        self.communicator.barrier()?;
+        Ok(workload.wrong(self.iteration))
+    }
+
+    /// Run the operation when all ranks are ready for it.
+    fn timed(
+        &self,
+        workload: &mut Workload,
+        options: &CallOptions,
+        sum: Option<&mut Measured>,
+    ) -> Result<(), sumac::Error> {
+        self.communicator.barrier()?;
+        let cpu_before = cpu_time();
+        let start = Instant::now();
+        let outcome = workload.run(self.communicator, options);
+        let time = start.elapsed();
+        let cpu = cpu_time().saturating_sub(cpu_before);
+        let outcome = outcome?;
+        if let Some(sum) = sum {
+            sum.times_ns.push(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+            sum.cpu_ns += u64::try_from(cpu.as_nanos()).unwrap_or(u64::MAX);
+            add(sum, outcome);
+        }
+        Ok(())
     }
 }
 

@@ -32,6 +32,17 @@ impl MemoryKind {
     }
 }
 
+/// Which iterations are checked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+pub(crate) enum Check {
+    /// Each one, in new values: every element is written before the operation and read after it, which leaves the
+    /// caches as a program does that computes in between
+    Every,
+    /// One before and one after those that are timed, which run on zeros with nothing in between, as MPI's and NCCL's
+    /// benchmarks have them
+    Ends,
+}
+
 /// A buffer.
 #[derive(Debug)]
 enum Memory {
@@ -125,6 +136,20 @@ impl Workload {
             _ => (&mut self.buffer[..], 0),
         };
         self.pattern.fill(buffer, self.rank, iteration, first);
+    }
+
+    /// Put in zeros, which every operator and collective makes into zeros.
+    pub(crate) fn clear(&mut self) {
+        self.buffer.fill(0);
+        if let Some(input) = &mut self.input {
+            input.fill(0);
+        }
+    }
+
+    /// Return how many elements are not the zeros that [`clear`](Self::clear) has put in.
+    pub(crate) fn not_clear(&self) -> u64 {
+        let size = self.desc.element_bytes().max(1);
+        self.buffer.chunks(size).filter(|element| element.iter().any(|&byte| byte != 0)).count() as u64
     }
 
     /// Run the operation: what is timed.

@@ -3,7 +3,7 @@
 use crate::job::Case;
 use crate::options::{self, Algo, Attach, OrderName};
 use crate::size::{SizeBytes, sweep};
-use crate::workload::MemoryKind;
+use crate::workload::{Check, MemoryKind};
 use anyhow::{bail, ensure};
 use clap::Args;
 use std::path::PathBuf;
@@ -33,7 +33,7 @@ pub(crate) struct PerfArgs {
     #[arg(short = 'n', long = "iters", value_name = "N", default_value_t = 20,
           value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(super) iterations: u32,
-    /// Iterations before each row that are checked but not measured
+    /// Iterations before each row that are not measured
     #[arg(short = 'w', long = "warmup_iters", value_name = "N", default_value_t = 5)]
     pub(super) warmup: u32,
     /// Element types, comma-separated
@@ -68,6 +68,9 @@ pub(crate) struct PerfArgs {
     /// Which memory the ranks' buffers are in
     #[arg(long, value_name = "KIND", default_value = "registered")]
     pub(super) memory: MemoryKind,
+    /// Which iterations are checked, all their elements
+    #[arg(short = 'c', long, value_name = "WHICH", default_value = "every")]
+    pub(super) check: Check,
     /// Levels of the tree: one device, or two of which one is the root
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2),
           conflicts_with = "topology")]

@@ -16,6 +16,7 @@ use crate::job::{Case, Measured, RankJob, Report, Work};
 use crate::layout::Layout;
 use crate::machine;
 use crate::stats;
+use crate::workload::Check;
 use anyhow::anyhow;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::collections::{HashSet, VecDeque};
@@ -155,7 +156,13 @@ fn start_ranks(
     let cases = cases.to_vec();
     let work = match args.explain {
         true => Work::Explain { cases },
-        false => Work::Perf { cases, warmup: args.warmup, iterations: args.iterations, memory: args.memory },
+        false => Work::Perf {
+            cases,
+            warmup: args.warmup,
+            iterations: args.iterations,
+            memory: args.memory,
+            check: args.check,
+        },
     };
     (0_u32..)
         .zip(config.layout.hosts.iter().zip(&config.layout.leaves))
@@ -277,8 +284,12 @@ fn write_preamble(
     let processes = devices + layout.hosts.len();
     writeln!(
         out,
-        "# ranks {}  devices {devices} (emulated)  tree levels {}  iterations {}  warm-up {}  checked: every element",
-        args.ranks, layout.levels, args.iterations, args.warmup
+        "# ranks {}  devices {devices} (emulated)  tree levels {}  iterations {}  warm-up {}  checked: every element{}",
+        args.ranks,
+        layout.levels,
+        args.iterations,
+        args.warmup,
+        if args.check == Check::Ends { " of an operation before and one after" } else { "" }
     )?;
     let turns = if cores < processes { " taking turns" } else { "" };
     let round_trip = round_trip_ns.map_or_else(|| "not measured".into(), |ns| format!("{ns:.0} ns"));
