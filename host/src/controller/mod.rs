@@ -11,6 +11,8 @@
 //! remain. It ends when its last rank has left or died; a death is told to the other ranks at once. Groups are
 //! reserved on all nodes of a tree or on none.
 //!
+//! A running job whose tree is lost is placed anew, on other devices, when all its ranks ask for that: `Replan`.
+//!
 //! A rank that runs on its leaf's own machine contributes by reference, over the device's bus, unless it asks for
 //! packets; one that insists on shared memory and can't have it makes that the reason why there is no tree.
 //!
@@ -28,10 +30,11 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-pub use client::{ClientError, Session, status};
+pub use client::{ClientError, Notice, Session, status};
 
 use crate::choice::CostTable;
 use crate::topo::Fabric;
+use admit::Placement;
 use device::DeviceSession;
 use proto::{ClientReply, ClientRequest, JoinRequest};
 use state::{Client, State};
@@ -307,6 +310,11 @@ fn serve_client(shared: &Shared, reader: &mut FrameReader<TcpStream>, stream: Tc
                 let report = shared.lock().report(&shared.config);
                 client.send(&ClientReply::Status(report));
             }
+            Ok(ClientRequest::Suspect { view }) => shared.lock().suspect(place.as_ref(), &client, view),
+            Ok(ClientRequest::Replan { view }) => {
+                let lost = shared.lock().replan(&shared.config, place.as_ref(), &client, view);
+                lost.into_iter().for_each(release_aside);
+            }
             Err(StreamError::Closed) => break Ok(()),
             Err(error) => break Err(error),
         }
@@ -329,6 +337,14 @@ fn take_in(
     match joined {
         Ok(joined) => *place = Some(joined),
         Err(refusal) => client.send(&ClientReply::Refused(refusal)),
+    }
+}
+
+/// Free what a job has left, on a thread of its own: each order to a device that has stopped takes seconds.
+fn release_aside(placement: Placement) {
+    let released = std::thread::Builder::new().name("release".into()).spawn(move || placement.release());
+    if let Err(error) = released {
+        tracing::error!(%error, "no thread to release a group; its lease runs out");
     }
 }
 
