@@ -43,7 +43,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use sumac_hal::ctrl::{FrameReader, Greeting, StreamError};
+use sumac_hal::ctrl::{FrameReader, Greeting, Request, StreamError};
 use sumac_hal::ids::Rank;
 use sumac_hal::uplink::{HopTimers, MAX_WINDOW};
 use thiserror::Error;
@@ -348,15 +348,23 @@ fn release_aside(placement: Placement) {
     }
 }
 
-/// Extend the leases of all running jobs, a third of the lease apart.
+/// Extend the leases of all running jobs, a third of the lease apart. The state is not locked meanwhile: each order to a
+/// device that has stopped takes seconds.
 fn renew(shared: &Shared) {
     let mut state = shared.lock();
     while !shared.stopping() {
         let waited = shared.stopped.wait_timeout(state, shared.config.lease / 3);
-        state = waited.unwrap_or_else(PoisonError::into_inner).0;
-        if !shared.stopping() {
-            state.renew_all();
+        let leases = waited.unwrap_or_else(PoisonError::into_inner).0.leases();
+        for (device, group) in leases {
+            if shared.stopping() {
+                return;
+            }
+            if let Err(error) = device.order(Request::RenewGroup(group)) {
+                // The job may have ended or moved meanwhile.
+                tracing::warn!(device = device.name(), %group, %error, "lease not renewed");
+            }
         }
+        state = shared.lock();
     }
 }
 

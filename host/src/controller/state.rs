@@ -13,7 +13,7 @@ use crate::plan::Child;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::TcpStream;
 use std::sync::{Arc, Mutex, PoisonError};
-use sumac_hal::ctrl::{Request, send};
+use sumac_hal::ctrl::send;
 use sumac_hal::ids::{Epoch, GroupId, Rank, TreeId};
 
 /// A connected client, as somebody to tell something.
@@ -225,16 +225,12 @@ impl State {
         }
     }
 
-    /// Renew the leases of all running jobs.
-    pub(super) fn renew_all(&mut self) {
-        for (name, job) in &self.jobs {
-            let Some(Ok(placement)) = &job.placement else { continue };
-            for node in &placement.nodes {
-                if let Err(error) = node.device.order(Request::RenewGroup(placement.group)) {
-                    tracing::warn!(job = name, device = node.device.name(), %error, "lease not renewed");
-                }
-            }
-        }
+    /// Return the leases of all running jobs: each group on each of its devices.
+    pub(super) fn leases(&self) -> Vec<(Arc<DeviceSession>, GroupId)> {
+        let placements = self.jobs.values().filter_map(|job| job.placement.as_ref()?.as_ref().ok());
+        let leases = placements
+            .flat_map(|placement| placement.nodes.iter().map(|node| (Arc::clone(&node.device), placement.group)));
+        leases.collect()
     }
 
     /// Release everything: the controller ends.

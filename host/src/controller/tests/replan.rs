@@ -166,6 +166,20 @@ fn nobody_waits_for_a_device_that_has_stopped_to_free_the_lost_group() {
 }
 
 #[test]
+fn nobody_waits_for_a_device_that_has_stopped_to_renew_a_lease() {
+    let config = ControllerConfig { lease: Duration::from_secs(1), ..ControllerConfig::new() };
+    let controller = Controller::start(config).expect("a port");
+    let stopped = Device::that_stops(&controller, "leaf0", |request| matches!(request, Request::RenewGroup(_)));
+    let _other = Device::start(&controller, "leaf1", None, None);
+    let (mut ranks, before) = begin(&controller, 2, &[]);
+    let renewal = stopped.stopped.recv_timeout(GREETING_TIMEOUT).expect("a third of the lease is over");
+    assert_eq!(renewal, Request::RenewGroup(of(&before[0]).group));
+    // While that is not answered, the job moves.
+    assert_eq!(of(&replan(&mut ranks, 0)[0]).leaf, "leaf1");
+    hang_up(&stopped.stream);
+}
+
+#[test]
 fn a_job_has_no_tree_where_only_the_lost_one_s_device_is_there() {
     let controller = controller();
     let device = Device::start(&controller, "leaf0", None, None);
