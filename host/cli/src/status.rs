@@ -90,7 +90,9 @@ fn write_job(out: &mut impl Write, job: &JobStatus) -> io::Result<()> {
         ),
         Some(Err(why)) => format!("  no tree: {why}"),
     };
-    writeln!(out, "  {}  {state}  ranks {}/{}{tree}", job.name, job.joined, job.world)
+    // Most jobs keep the tree that they begin with.
+    let view = if job.view > 0 { format!("  view {}", job.view) } else { String::new() };
+    writeln!(out, "  {}  {state}  ranks {}/{}{view}{tree}", job.name, job.joined, job.world)
 }
 
 #[cfg(test)]
@@ -100,14 +102,20 @@ mod tests {
     use sumac_hal::ctrl::Name;
     use sumac_hal::ids::GroupId;
 
+    fn written(job: &JobStatus) -> String {
+        let mut text = Vec::new();
+        write_job(&mut text, job).expect("memory");
+        String::from_utf8(text).expect("text")
+    }
+
     #[test]
     fn a_job_says_how_many_ranks_are_by_reference() {
         let tree = JobTree { group: GroupId(7), levels: 1, devices: vec!["leaf0".into()], by_reference: 3 };
-        let job = JobStatus { name: "j".into(), joined: 4, world: 4, running: true, tree: Some(Ok(tree)) };
-        let mut text = Vec::new();
-        write_job(&mut text, &job).expect("memory");
-        let text = String::from_utf8(text).expect("text");
-        assert!(text.ends_with("on 1 levels: leaf0  3 of 4 ranks by reference\n"), "{text}");
+        let job = JobStatus { name: "j".into(), joined: 4, world: 4, running: true, view: 0, tree: Some(Ok(tree)) };
+        let text = written(&job);
+        assert!(text.ends_with("ranks 4/4  group 7 on 1 levels: leaf0  3 of 4 ranks by reference\n"), "{text}");
+        let text = written(&JobStatus { view: 2, ..job });
+        assert!(text.contains("ranks 4/4  view 2  group 7"), "{text}");
     }
 
     #[test]

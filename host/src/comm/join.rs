@@ -5,7 +5,7 @@ use super::tree::{Tree, seating};
 use crate::choice::{Algo, Declared, Situation};
 use crate::coll::Place;
 use crate::controller::proto::{Attach, JoinRequest, TreeMembership, UnknownAttach};
-use crate::controller::{ClientError, Session};
+use crate::controller::{ClientError, Notice, Session};
 use crate::endpoint::Endpoint;
 use crate::exec::{JobToken, Mesh, MeshError, TreeDriver};
 use crate::reference::{AttachError, ReferenceDriver};
@@ -171,8 +171,11 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     };
     let lost = Arc::new(super::lost::Lost::new(port.waker()));
     let watch = Arc::clone(&lost);
-    let (session, membership) =
-        Session::join(config.controller, request, config.join_timeout, move |rank| watch.set(rank))?;
+    let on_notice = move |notice| match notice {
+        Notice::RankLost(rank) => watch.set(rank),
+        Notice::Repair { view } => watch.repair(view),
+    };
+    let (session, membership) = Session::join(config.controller, request, config.join_timeout, on_notice)?;
     let place = Place::new(rank, world).map_err(|error| JoinError::Membership(error.to_string()))?;
     let ranks_here = membership.mesh.iter().filter(|addr| addr.ip() == mesh_addr.ip()).count();
     let mesh = Mesh::new(place, JobToken(membership.mesh_token), listener, membership.mesh)?;

@@ -1,39 +1,75 @@
-//! What reaches a communicator while one of its calls waits: that a rank is lost, and that its own program wants no more.
+//! What reaches a communicator while one of its calls waits: that a rank is lost, that a rank's tree is, and that its own
+//! program wants no more.
+//!
+//! Whatever it is, it is noted before who waits is woken, and who waits looks after it was made known to be woken
+//! ([`Lost::set_wakers`]): nothing is missed, whichever came first.
 
 use crate::reference;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, OnceLock};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use sumac_hal::ids::Rank;
 use sumac_hal::udp::Waker;
 
-/// What ends a communicator from outside of its calls: the first rank that the controller said is lost, and this rank's
-/// own wish.
+/// What reaches a communicator from outside of its calls: the first rank that the controller said is lost, the last view
+/// whose tree is, and this rank's own wish.
 #[derive(Debug)]
 pub(super) struct Lost {
     is_set: AtomicBool,
     is_cancelled: AtomicBool,
     rank: Mutex<Option<Rank>>,
-    /// Wakes who waits for packets.
-    waker: Waker,
-    /// Wakes who waits for a device by reference, once there is one.
-    reference: OnceLock<reference::Waker>,
+    /// The last view whose tree is lost, and one; 0: none is.
+    repairs: AtomicU32,
+    wakers: Mutex<Wakers>,
+}
+
+/// Who is woken.
+#[derive(Debug)]
+struct Wakers {
+    /// Who waits for packets.
+    port: Option<Waker>,
+    /// Who waits for a device by reference.
+    reference: Option<reference::Waker>,
 }
 
 impl Lost {
     pub(super) const fn new(waker: Waker) -> Self {
         let (is_set, is_cancelled) = (AtomicBool::new(false), AtomicBool::new(false));
-        Self { is_set, is_cancelled, rank: Mutex::new(None), waker, reference: OnceLock::new() }
+        let wakers = Mutex::new(Wakers { port: Some(waker), reference: None });
+        Self { is_set, is_cancelled, rank: Mutex::new(None), repairs: AtomicU32::new(0), wakers }
+    }
+
+    fn wakers(&self) -> MutexGuard<'_, Wakers> {
+        self.wakers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Wake this from now on as well.
     pub(super) fn attach(&self, waker: reference::Waker) {
-        // Attached once, when joining.
-        let _ = self.reference.set(waker);
+        self.wakers().reference = Some(waker);
+    }
+
+    /// Wake these from now on, and none else: the tree is another one. Look at what was noted before waiting on them.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for communicators that change trees"))]
+    pub(super) fn set_wakers(&self, port: Option<Waker>, reference: Option<reference::Waker>) {
+        *self.wakers() = Wakers { port, reference };
     }
 
     fn wake(&self) {
-        self.waker.wake();
-        self.reference.get().inspect(|waker| waker.wake());
+        let wakers = self.wakers();
+        wakers.port.iter().for_each(Waker::wake);
+        wakers.reference.iter().for_each(reference::Waker::wake);
+    }
+
+    /// The controller says that the tree of a view is lost.
+    pub(super) fn repair(&self, view: u32) {
+        self.repairs.fetch_max(view.saturating_add(1), Ordering::Release);
+        self.wake();
+    }
+
+    /// Return the first view that needs no repair as far as is known: one more than the last view whose tree is lost, 0
+    /// if no tree is. A communicator at a lower view is to ask for another tree.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for communicators that change trees"))]
+    pub(super) fn repair_wanted(&self) -> u32 {
+        self.repairs.load(Ordering::Acquire)
     }
 
     pub(super) fn set(&self, rank: Rank) {
@@ -59,5 +95,44 @@ impl Lost {
             return None;
         }
         self.rank.lock().ok().and_then(|rank| *rank)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::{Ipv4Addr, SocketAddr};
+    use std::time::Duration;
+    use sumac_hal::port::{WaitPort, Wake};
+    use sumac_hal::udp::{UdpConfig, UdpPort};
+
+    fn port() -> UdpPort {
+        UdpPort::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), &UdpConfig::default()).expect("a port")
+    }
+
+    #[test]
+    fn the_highest_repair_counts_and_wakes() {
+        let mut port = port();
+        let lost = Lost::new(port.waker());
+        assert_eq!(lost.repair_wanted(), 0);
+        for (view, wanted) in [(0, 1), (4, 5), (2, 5)] {
+            lost.repair(view);
+            assert_eq!((lost.repair_wanted(), port.wait(Some(Duration::ZERO))), (wanted, Wake::Woken));
+        }
+        assert_eq!((lost.rank(), lost.is_cancelled()), (None, false));
+    }
+
+    #[test]
+    fn the_wakers_of_another_tree_take_the_place_of_the_first() {
+        let (mut first, mut second) = (port(), port());
+        let lost = Lost::new(first.waker());
+        lost.set_wakers(Some(second.waker()), None);
+        lost.set(Rank(1));
+        let woken = [&mut first, &mut second].map(|port| port.wait(Some(Duration::ZERO)));
+        assert_eq!(woken, [Wake::Timeout, Wake::Woken]);
+        lost.set_wakers(None, None);
+        lost.cancel();
+        let woken = [&mut first, &mut second].map(|port| port.wait(Some(Duration::ZERO)));
+        assert_eq!((woken, lost.is_cancelled()), ([Wake::Timeout; 2], true));
     }
 }

@@ -3,6 +3,8 @@
 use super::proto::{ClientReply, ClientRequest, JoinRefusal, JoinRequest, Membership, StatusReport};
 use std::io::ErrorKind;
 use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::{FrameReader, Greeting, StreamError, send};
@@ -37,15 +39,56 @@ pub enum ClientError {
         /// How long this one waited.
         timeout: Duration,
     },
+    /// The job stays on the tree that it has.
+    #[error("no other tree than that of view {view}: {reason}")]
+    NotReplanned {
+        /// The view whose tree is lost.
+        view: u32,
+        /// What the controller said.
+        reason: String,
+    },
+    /// The other ranks did not ask for another tree in time.
+    #[error("not all ranks have asked for another tree than that of view {view} within {} ms", waited.as_millis())]
+    ReplanTimeout {
+        /// The view whose tree is lost.
+        view: u32,
+        /// How long this one waited.
+        waited: Duration,
+    },
+    /// The controller ended while this rank waited for another tree.
+    #[error("the controller is gone, and with it whoever could give another tree than that of view {view}")]
+    Ended {
+        /// The view whose tree is lost.
+        view: u32,
+    },
     /// It answered something else.
     #[error("the controller answered what was not asked; it is of another version")]
     Answer,
 }
 
+/// What a controller tells a rank by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Notice {
+    /// A rank of the job is gone without leaving.
+    RankLost(Rank),
+    /// A rank of the job, maybe this one, says that its tree of that view is lost: ask for another one by
+    /// [`Session::replan`].
+    Repair {
+        /// The view. A job begins with 0, and each [`Session::replan`] begins the next one.
+        view: u32,
+    },
+}
+
+/// The view that another tree was asked for, and that tree or why there is none.
+type Answer = (u32, Result<Box<Membership>, String>);
+
 /// A rank's connection while it takes part in a job.
 #[derive(Debug)]
 pub struct Session {
-    stream: TcpStream,
+    stream: Mutex<TcpStream>,
+    /// What the watcher read that somebody waits for; it ends with the connection.
+    answers: Mutex<Receiver<Answer>>,
     watcher: Option<JoinHandle<()>>,
 }
 
@@ -73,8 +116,9 @@ pub fn status(addr: SocketAddr) -> Result<StatusReport, ClientError> {
 }
 
 impl Session {
-    /// Join a job and wait until all its ranks have, at most `timeout`. From then on, `on_lost` is called (on a
-    /// thread of its own) with each rank that dies.
+    /// Join a job and wait until all its ranks have, at most `timeout`. From then on, `on_notice` is called (on a
+    /// thread of its own) with what the controller says by itself. It must not wait for [`Session::replan`], whose answer
+    /// that thread reads.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -82,9 +126,9 @@ impl Session {
         addr: SocketAddr,
         request: JoinRequest,
         timeout: Duration,
-        on_lost: impl Fn(Rank) + Send + 'static,
+        on_notice: impl Fn(Notice) + Send + 'static,
     ) -> Result<(Self, Membership), ClientError> {
-        Self::join_on(addr, request, Vec::new(), timeout, on_lost)
+        Self::join_on(addr, request, Vec::new(), timeout, on_notice)
     }
 
     /// The same on devices of the job's choice, each the parent of the next: the root first, all ranks at the last
@@ -97,7 +141,7 @@ impl Session {
         request: JoinRequest,
         devices: Vec<String>,
         timeout: Duration,
-        on_lost: impl Fn(Rank) + Send + 'static,
+        on_notice: impl Fn(Notice) + Send + 'static,
     ) -> Result<(Self, Membership), ClientError> {
         let (mut stream, mut reader) = connect(addr)?;
         let (job, world) = (request.job.clone(), request.world);
@@ -119,28 +163,81 @@ impl Session {
             Err(error) => return Err(error.into()),
         };
         stream.set_read_timeout(None).map_err(StreamError::from)?;
-        let watcher = std::thread::Builder::new().name("controller".into()).spawn(move || {
-            while let Ok(reply) = reader.recv() {
-                if let ClientReply::RankLost(rank) = reply {
-                    on_lost(rank);
+        let (sender, answers) = channel();
+        let watcher = std::thread::Builder::new().name("controller".into());
+        let watcher = watcher.spawn(move || watch(reader, &on_notice, &sender)).map_err(StreamError::from)?;
+        Ok((Self { stream: Mutex::new(stream), answers: Mutex::new(answers), watcher: Some(watcher) }, membership))
+    }
+
+    /// Tell the controller that this rank's tree of view `view` is lost. It tells all ranks, this one included
+    /// ([`Notice::Repair`]), once for each view.
+    pub fn suspect(&self, view: u32) {
+        if let Err(error) = self.send(&ClientRequest::Suspect { view }) {
+            // The watcher notices too; whoever then asks for another tree is told.
+            tracing::debug!(%error, view, "controller can't be told of a lost tree");
+        }
+    }
+
+    /// Ask for another tree than that of view `view`, and wait until all ranks have, or until `deadline`. The
+    /// membership is of view `view + 1`; its tree may be none again, for the reason that is there.
+    ///
+    /// # Errors
+    /// [`ClientError::NotReplanned`] if the job is at another view or a rank of it is gone,
+    /// [`ClientError::ReplanTimeout`], or, at once, [`ClientError::Ended`] or [`ClientError::Stream`] if the controller
+    /// is gone.
+    pub fn replan(&self, view: u32, deadline: Instant) -> Result<Membership, ClientError> {
+        let asked = Instant::now();
+        let answers = self.answers.lock().unwrap_or_else(PoisonError::into_inner);
+        self.send(&ClientRequest::Replan { view })?;
+        loop {
+            match answers.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok((other, _)) if other != view => {}
+                Ok((_, Ok(membership))) => return Ok(*membership),
+                Ok((_, Err(reason))) => return Err(ClientError::NotReplanned { view, reason }),
+                Err(RecvTimeoutError::Timeout) => {
+                    return Err(ClientError::ReplanTimeout { view, waited: asked.elapsed() });
                 }
+                Err(RecvTimeoutError::Disconnected) => return Err(ClientError::Ended { view }),
             }
-        });
-        let watcher = watcher.map_err(StreamError::from)?;
-        Ok((Self { stream, watcher: Some(watcher) }, membership))
+        }
+    }
+
+    fn send(&self, request: &ClientRequest) -> Result<(), StreamError> {
+        send(&mut *self.stream.lock().unwrap_or_else(PoisonError::into_inner), request)
     }
 
     /// Tell the controller that this rank is done.
-    pub fn leave(mut self) {
+    pub fn leave(self) {
         // A controller that is gone has nothing to release.
-        let _ = send(&mut self.stream, &ClientRequest::Leave);
+        let _ = self.send(&ClientRequest::Leave);
+    }
+}
+
+/// Hand on what the controller says, until the connection ends.
+fn watch(mut reader: FrameReader<TcpStream>, on_notice: &impl Fn(Notice), answers: &Sender<Answer>) {
+    while let Ok(reply) = reader.recv() {
+        let answer = match reply {
+            ClientReply::RankLost(rank) => {
+                on_notice(Notice::RankLost(rank));
+                continue;
+            }
+            ClientReply::Repair { view } => {
+                on_notice(Notice::Repair { view });
+                continue;
+            }
+            ClientReply::Replanned { view, membership } => (view.wrapping_sub(1), Ok(membership)),
+            ClientReply::NotReplanned { view, reason } => (view, Err(reason)),
+            _ => continue,
+        };
+        // The receiver lives as long as the session, which outlives this.
+        let _ = answers.send(answer);
     }
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
         // Ends the watcher's read; what was sent before still arrives. Fails only if the peer was faster.
-        let _ = self.stream.shutdown(Shutdown::Both);
+        let _ = self.stream.get_mut().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Both);
         if let Some(watcher) = self.watcher.take() {
             let _ = watcher.join();
         }

@@ -11,6 +11,8 @@
 //! remain. It ends when its last rank has left or died; a death is told to the other ranks at once. Groups are
 //! reserved on all nodes of a tree or on none.
 //!
+//! A running job whose tree is lost is placed anew, on other devices, when all its ranks ask for that: `Replan`.
+//!
 //! A rank that runs on its leaf's own machine contributes by reference, over the device's bus, unless it asks for
 //! packets; one that insists on shared memory and can't have it makes that the reason why there is no tree.
 //!
@@ -28,10 +30,11 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-pub use client::{ClientError, Session, status};
+pub use client::{ClientError, Notice, Session, status};
 
 use crate::choice::CostTable;
 use crate::topo::Fabric;
+use admit::Placement;
 use device::DeviceSession;
 use proto::{ClientReply, ClientRequest, JoinRequest};
 use state::{Client, State};
@@ -40,7 +43,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use sumac_hal::ctrl::{FrameReader, Greeting, StreamError};
+use sumac_hal::ctrl::{FrameReader, Greeting, Request, StreamError};
 use sumac_hal::ids::Rank;
 use sumac_hal::uplink::{HopTimers, MAX_WINDOW};
 use thiserror::Error;
@@ -307,6 +310,11 @@ fn serve_client(shared: &Shared, reader: &mut FrameReader<TcpStream>, stream: Tc
                 let report = shared.lock().report(&shared.config);
                 client.send(&ClientReply::Status(report));
             }
+            Ok(ClientRequest::Suspect { view }) => shared.lock().suspect(place.as_ref(), &client, view),
+            Ok(ClientRequest::Replan { view }) => {
+                let lost = shared.lock().replan(&shared.config, place.as_ref(), &client, view);
+                lost.into_iter().for_each(release_aside);
+            }
             Err(StreamError::Closed) => break Ok(()),
             Err(error) => break Err(error),
         }
@@ -332,15 +340,31 @@ fn take_in(
     }
 }
 
-/// Extend the leases of all running jobs, a third of the lease apart.
+/// Free what a job has left, on a thread of its own: each order to a device that has stopped takes seconds.
+fn release_aside(placement: Placement) {
+    let released = std::thread::Builder::new().name("release".into()).spawn(move || placement.release());
+    if let Err(error) = released {
+        tracing::error!(%error, "no thread to release a group; its lease runs out");
+    }
+}
+
+/// Extend the leases of all running jobs, a third of the lease apart. The state is not locked meanwhile: each order to a
+/// device that has stopped takes seconds.
 fn renew(shared: &Shared) {
     let mut state = shared.lock();
     while !shared.stopping() {
         let waited = shared.stopped.wait_timeout(state, shared.config.lease / 3);
-        state = waited.unwrap_or_else(PoisonError::into_inner).0;
-        if !shared.stopping() {
-            state.renew_all();
+        let leases = waited.unwrap_or_else(PoisonError::into_inner).0.leases();
+        for (device, group) in leases {
+            if shared.stopping() {
+                return;
+            }
+            if let Err(error) = device.order(Request::RenewGroup(group)) {
+                // The job may have ended or moved meanwhile.
+                tracing::warn!(device = device.name(), %group, %error, "lease not renewed");
+            }
         }
+        state = shared.lock();
     }
 }
 

@@ -30,6 +30,18 @@ pub enum ClientRequest {
         /// same at all ranks; none is as Join.
         devices: Vec<String>,
     },
+    /// This rank's tree of that view is lost. All ranks of the job are told, once a view; what is not of the present
+    /// view of a running job is ignored.
+    Suspect {
+        /// The view. A job begins with 0.
+        view: u32,
+    },
+    /// Place the job anew: its tree of that view is lost. Answered by Replanned when all its ranks have asked for the
+    /// same view, or by NotReplanned.
+    Replan {
+        /// The view whose tree is lost.
+        view: u32,
+    },
 }
 
 /// One rank of a job.
@@ -115,6 +127,25 @@ pub enum ClientReply {
     Status(StatusReport),
     /// By itself: a rank of the job is gone without leaving.
     RankLost(Rank),
+    /// By itself: a rank of the job says that its tree of that view is lost.
+    Repair {
+        /// The view.
+        view: u32,
+    },
+    /// To Replan: the job is placed anew.
+    Replanned {
+        /// The new view: the one asked about and one.
+        view: u32,
+        /// The rank's new place. Mesh and token are as they were at first.
+        membership: Box<Membership>,
+    },
+    /// To Replan: the job stays where it is.
+    NotReplanned {
+        /// The view asked about.
+        view: u32,
+        /// Why.
+        reason: String,
+    },
 }
 
 /// Why a rank can't join.
@@ -293,6 +324,8 @@ pub struct JobStatus {
     pub world: u32,
     /// Whether it is complete.
     pub running: bool,
+    /// How often it was placed anew since it began.
+    pub view: u32,
     /// The group and its devices, root first, or why there is none; `None` before the job is complete.
     pub tree: Option<Result<JobTree, String>>,
 }

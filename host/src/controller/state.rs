@@ -1,17 +1,19 @@
 //! Devices and jobs, and what happens to them.
 
+mod repair;
+
 use super::ControllerConfig;
-use super::admit::{Placement, admit};
+use super::admit::{Placement, admit, random_u64};
 use super::device::DeviceSession;
 use super::hang_up;
 use super::proto::{
     ClientReply, DeviceStatus, FabricStatus, JobStatus, JobTree, JoinRefusal, JoinRequest, Membership, StatusReport,
 };
 use crate::plan::Child;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::TcpStream;
 use std::sync::{Arc, Mutex, PoisonError};
-use sumac_hal::ctrl::{Request, send};
+use sumac_hal::ctrl::send;
 use sumac_hal::ids::{Epoch, GroupId, Rank, TreeId};
 
 /// A connected client, as somebody to tell something.
@@ -48,8 +50,53 @@ struct Member {
 struct Job {
     world: u32,
     members: BTreeMap<Rank, Member>,
-    /// `None` before the job is complete.
+    /// What the connections of its schedules say first, in every view.
+    mesh_token: u64,
+    /// How often it was placed anew.
+    view: u32,
+    /// Whether its ranks were told that the tree of this view is lost.
+    suspected: bool,
+    /// The ranks that wait for another tree than this view's.
+    waiting: BTreeSet<Rank>,
+    /// This view's. `None` before the job is complete.
     placement: Option<Result<Placement, String>>,
+}
+
+impl Job {
+    fn new(world: u32) -> Self {
+        Self {
+            world,
+            members: BTreeMap::new(),
+            mesh_token: random_u64(),
+            view: 0,
+            suspected: false,
+            waiting: BTreeSet::new(),
+            placement: None,
+        }
+    }
+
+    fn has(&self, rank: Rank, client: &Arc<Client>) -> bool {
+        self.members.get(&rank).is_some_and(|member| Arc::ptr_eq(&member.client, client))
+    }
+
+    /// Tell all ranks of a job that is placed their places.
+    fn tell_places(&self, config: &ControllerConfig, reply: impl Fn(Box<Membership>) -> ClientReply) {
+        let Some(placed) = &self.placement else { return };
+        let mesh: Vec<_> = self.members.values().map(|member| member.request.mesh_addr).collect();
+        // Without a tree in the network all ranks are one node's, so that a declared order means something all the same.
+        let flat = || vec![(0..self.world).map(|rank| Child::Rank(Rank(rank))).collect()];
+        let expression = placed.as_ref().map_or_else(|_| flat(), Placement::expression);
+        for (rank, member) in &self.members {
+            let membership = Membership {
+                tree: placed.as_ref().map(|placement| placement.membership(config, *rank)).map_err(Clone::clone),
+                mesh: mesh.clone(),
+                mesh_token: self.mesh_token,
+                expression: expression.clone(),
+                table: config.table.clone(),
+            };
+            member.client.send(&reply(Box::new(membership)));
+        }
+    }
 }
 
 /// Devices and jobs.
@@ -95,8 +142,7 @@ impl State {
         if rank.0 >= world {
             return Err(JoinRefusal::Rank { rank, world });
         }
-        let job =
-            self.jobs.entry(name.clone()).or_insert_with(|| Job { world, members: BTreeMap::new(), placement: None });
+        let job = self.jobs.entry(name.clone()).or_insert_with(|| Job::new(world));
         if job.placement.is_some() {
             return Err(JoinRefusal::Running { job: name });
         }
@@ -115,47 +161,43 @@ impl State {
 
     /// All ranks are there: place the job and tell them.
     fn begin(&mut self, config: &ControllerConfig, name: &str) {
-        let Some(job) = self.jobs.get(name) else { return };
+        let Some(mut job) = self.jobs.remove(name) else { return };
+        job.placement = Some(self.place(config, name, &job));
+        job.tell_places(config, ClientReply::Joined);
+        self.jobs.insert(name.to_owned(), job);
+    }
+
+    /// Place a job of which all ranks are there, and which is not among the jobs: what it holds does not count. The
+    /// devices that it is on are not asked: they are lost.
+    fn place(&mut self, config: &ControllerConfig, name: &str, job: &Job) -> Result<Placement, String> {
         let requests: Vec<&JoinRequest> = job.members.values().map(|member| &member.request).collect();
-        let mesh: Vec<_> = requests.iter().map(|request| request.mesh_addr).collect();
-        let group = GroupId(self.next_group);
-        let tree = TreeId(self.next_group);
-        let epoch = Epoch { term: self.term, counter: 1 };
+        let (group, tree) = (GroupId(self.next_group), TreeId(self.next_group));
+        self.next_group += 1;
+        // It wraps after 65535 views: still another than the last one's.
+        let epoch = Epoch { term: self.term, counter: job.view.wrapping_add(1) as u16 };
         let used = self.jobs.values().filter_map(|job| job.placement.as_ref()?.as_ref().ok());
         // The same at all ranks.
         let pinned = job.members.values().next().map_or(&[][..], |member| &member.pinned);
-        let placed = admit(config, &self.devices, used, (&requests, pinned), (group, tree, epoch));
+        let candidates = self.candidates(job, pinned);
+        let placed = candidates.and_then(|(devices, left_out)| {
+            let placed = admit(config, &devices, used, (&requests, pinned), (group, tree, epoch));
+            placed.map_err(|why| if left_out.is_empty() { why } else { format!("{why}; {left_out}") })
+        });
         match &placed {
             Ok(placement) => {
+                let (view, levels, by_reference) = (job.view, placement.levels, placement.ranks_by_reference());
                 let devices: Vec<&str> = placement.nodes.iter().map(|node| node.device.name()).collect();
-                let by_reference = placement.ranks_by_reference();
-                tracing::info!(job = name, %group, levels = placement.levels, ?devices, by_reference, "job begins");
+                tracing::info!(job = name, view, %group, levels, ?devices, by_reference, "job is placed");
             }
-            Err(why) => tracing::warn!(job = name, %why, "job begins without a tree"),
+            Err(why) => tracing::warn!(job = name, view = job.view, %why, "job is placed without a tree"),
         }
-        self.next_group += 1;
-        let mesh_token = super::admit::random_u64();
-        let Some(job) = self.jobs.get_mut(name) else { return };
-        // Without a tree in the network all ranks are one node's, so that a declared order means something all the same.
-        let flat = || vec![(0..job.world).map(|rank| Child::Rank(Rank(rank))).collect()];
-        let expression = placed.as_ref().map_or_else(|_| flat(), |placement| placement.expression());
-        for (rank, member) in &job.members {
-            let tree = match &placed {
-                Ok(placement) => Ok(placement.membership(config, *rank)),
-                Err(why) => Err(why.clone()),
-            };
-            let (mesh, expression, table) = (mesh.clone(), expression.clone(), config.table.clone());
-            let membership = Membership { tree, mesh, mesh_token, expression, table };
-            member.client.send(&ClientReply::Joined(Box::new(membership)));
-        }
-        job.placement = Some(placed);
+        placed
     }
 
     /// A rank has left, or, unless `clean`, died; the job ends with its last rank.
     pub(super) fn depart(&mut self, name: &str, rank: Rank, client: &Arc<Client>, clean: bool) {
         let Some(job) = self.jobs.get_mut(name) else { return };
-        let mine = job.members.get(&rank).is_some_and(|member| Arc::ptr_eq(&member.client, client));
-        if !mine {
+        if !job.has(rank, client) {
             return;
         }
         job.members.remove(&rank);
@@ -172,6 +214,7 @@ impl State {
             tracing::warn!(job = name, %rank, "rank is lost");
             job.members.values().for_each(|member| member.client.send(&ClientReply::RankLost(rank)));
         }
+        job.refuse_waiting(name, rank);
         if job.members.is_empty()
             && let Some(job) = self.jobs.remove(name)
         {
@@ -182,16 +225,12 @@ impl State {
         }
     }
 
-    /// Renew the leases of all running jobs.
-    pub(super) fn renew_all(&mut self) {
-        for (name, job) in &self.jobs {
-            let Some(Ok(placement)) = &job.placement else { continue };
-            for node in &placement.nodes {
-                if let Err(error) = node.device.order(Request::RenewGroup(placement.group)) {
-                    tracing::warn!(job = name, device = node.device.name(), %error, "lease not renewed");
-                }
-            }
-        }
+    /// Return the leases of all running jobs: each group on each of its devices.
+    pub(super) fn leases(&self) -> Vec<(Arc<DeviceSession>, GroupId)> {
+        let placements = self.jobs.values().filter_map(|job| job.placement.as_ref()?.as_ref().ok());
+        let leases = placements
+            .flat_map(|placement| placement.nodes.iter().map(|node| (Arc::clone(&node.device), placement.group)));
+        leases.collect()
     }
 
     /// Release everything: the controller ends.
@@ -218,6 +257,7 @@ impl State {
             joined: job.members.len() as u32,
             world: job.world,
             running: job.placement.is_some(),
+            view: job.view,
             tree: job.placement.as_ref().map(|placement| {
                 placement.as_ref().map_err(Clone::clone).map(|placement| JobTree {
                     group: placement.group,

@@ -1,5 +1,7 @@
 //! A controller, devices that answer as they are told, and ranks that join: who contributes by reference.
 
+mod replan;
+
 use super::proto::{Attach, Membership, TreeMembership};
 use super::*;
 use std::sync::mpsc::{Receiver, channel};
@@ -8,7 +10,7 @@ use sumac_hal::ctrl::{
     Announce, Bus, ChildMask, DeviceCapabilities, Envelope, GroupConfig, Name, NoBus, Order, Refusal, Request,
     Response, send,
 };
-use sumac_hal::ids::{BootId, ChildIndex};
+use sumac_hal::ids::{BootId, ChildIndex, GroupId};
 use sumac_hal::port::Addr;
 
 const HERE: &str = "here";
@@ -23,6 +25,11 @@ const REDO_SLOT: u64 = 64 + 2 * 960;
 /// them.
 struct Device {
     groups: Receiver<GroupConfig>,
+    /// The groups that it is told to release.
+    released: Receiver<GroupId>,
+    /// What it does not answer.
+    stopped: Receiver<Request>,
+    stream: TcpStream,
 }
 
 impl Device {
@@ -37,31 +44,37 @@ impl Device {
         bus: Option<Bus>,
         refusal: Option<Refusal>,
     ) -> Self {
-        let announce = Announce {
-            name: text(name),
-            boot_id: BootId(1),
-            capabilities: DeviceCapabilities {
-                max_packet_len_bytes: PACKET_LEN,
-                receive_buffer_bytes: 8 * PACKET_LEN,
-                groups: 4,
-                children: 8,
-                slots: 1024,
-                slot_memory_bytes: 1 << 30,
-                dtypes: u32::MAX,
-                ops: u32::MAX,
-                collectives: u32::MAX,
-            },
-            data_addrs: (0..shards).map(|nth| Addr::Udp(SocketAddr::from(([127, 0, 0, 1], 9 + nth)))).collect(),
-            bus,
-        };
+        Self::serve(controller, announce(name, shards, bus), refusal, |_| false)
+    }
+
+    /// A device that answers nothing more from the first request on that `stops_at` says.
+    fn that_stops(controller: &Controller, name: &str, stops_at: fn(&Request) -> bool) -> Self {
+        Self::serve(controller, announce(name, 1, None), None, stops_at)
+    }
+
+    fn serve(
+        controller: &Controller,
+        announce: Announce,
+        refusal: Option<Refusal>,
+        stops_at: fn(&Request) -> bool,
+    ) -> Self {
         let mut stream = TcpStream::connect(controller.local_addr()).expect("a controller");
         send(&mut stream, &Greeting::Device(announce.clone())).expect("it listens");
         let (created, groups) = channel();
+        let (freed, released) = channel();
+        let (stops, stopped) = channel();
+        let control = stream.try_clone().expect("a file");
         let (welcomed, welcome) = channel();
         thread::spawn(move || {
             let mut reader = FrameReader::new(stream.try_clone().expect("a file"));
+            let mut silent = false;
             // Until the controller ends.
             while let Ok(Envelope { id, message }) = reader.recv::<Envelope<Request>>() {
+                if silent || stops_at(&message) {
+                    silent = true;
+                    let _ = stops.send(message);
+                    continue;
+                }
                 let message = match message {
                     Request::Hello => {
                         let _ = welcomed.send(());
@@ -74,6 +87,10 @@ impl Device {
                             Response::Done
                         }
                     },
+                    Request::ReleaseGroup(group) => {
+                        let _ = freed.send(group);
+                        Response::Done
+                    }
                     _ => Response::Done,
                 };
                 if send(&mut stream, &Envelope { id, message }).is_err() {
@@ -82,11 +99,31 @@ impl Device {
             }
         });
         welcome.recv_timeout(GREETING_TIMEOUT).expect("it is registered");
-        Self { groups }
+        Self { groups, released, stopped, stream: control }
     }
 
     fn group(&self) -> GroupConfig {
         self.groups.recv_timeout(GREETING_TIMEOUT).expect("a group")
+    }
+}
+
+fn announce(name: &str, shards: u16, bus: Option<Bus>) -> Announce {
+    Announce {
+        name: text(name),
+        boot_id: BootId(1),
+        capabilities: DeviceCapabilities {
+            max_packet_len_bytes: PACKET_LEN,
+            receive_buffer_bytes: 8 * PACKET_LEN,
+            groups: 4,
+            children: 8,
+            slots: 1024,
+            slot_memory_bytes: 1 << 30,
+            dtypes: u32::MAX,
+            ops: u32::MAX,
+            collectives: u32::MAX,
+        },
+        data_addrs: (0..shards).map(|nth| Addr::Udp(SocketAddr::from(([127, 0, 0, 1], 9 + nth)))).collect(),
+        bus,
     }
 }
 

@@ -1,0 +1,136 @@
+//! Another tree for a running job whose tree is lost, as its ranks ask for it (PROTOCOL 8).
+//!
+//! ```text
+//!   a rank                      controller                      the other ranks
+//!     | -- Suspect { view } --->    |  --- Repair { view } ---------> |   to all, once a view
+//!     | -- Replan { view } ---->    |  <----------- Replan { view } - |
+//!     | <- Replanned { view + 1 } - |  --- Replanned { view + 1 } --> |   when all have asked
+//! ```
+//!
+//! A job is moved when all ranks of its world want that, of the same view, or not at all. Devices that the lost tree
+//! was on are not asked for the next one, however alive they seem; one that has restarted and dialled anew is another.
+//! The new group shares nothing with the lost one, number and epoch included: a device that wakes up late can't be
+//! mistaken for a member.
+
+use super::{Client, Job, State};
+use crate::controller::ControllerConfig;
+use crate::controller::admit::Placement;
+use crate::controller::device::DeviceSession;
+use crate::controller::proto::ClientReply;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use sumac_hal::ids::Rank;
+
+/// Devices by name.
+type Devices = BTreeMap<String, Arc<DeviceSession>>;
+
+impl State {
+    /// A rank says that its tree of a view is lost: tell all ranks of its job, unless they know.
+    pub(in crate::controller) fn suspect(&mut self, place: Option<&(String, Rank)>, client: &Arc<Client>, view: u32) {
+        let Some((name, rank)) = place else { return };
+        let Some(job) = self.jobs.get_mut(name).filter(|job| job.has(*rank, client)) else { return };
+        if job.placement.is_none() || view != job.view || job.suspected {
+            return;
+        }
+        tracing::warn!(job = name, %rank, view, "tree is lost, as a rank says");
+        job.suspected = true;
+        job.members.values().for_each(|member| member.client.send(&ClientReply::Repair { view }));
+    }
+
+    /// A rank wants another tree than that of a view; the last one to want it moves the job. Returns what the job has
+    /// left, for the caller to release when the state is unlocked: its devices may have stopped.
+    pub(in crate::controller) fn replan(
+        &mut self,
+        config: &ControllerConfig,
+        place: Option<&(String, Rank)>,
+        client: &Arc<Client>,
+        view: u32,
+    ) -> Option<Placement> {
+        match self.want(place, client, view) {
+            Ok(name) => self.move_on(config, name?),
+            Err(reason) => {
+                client.send(&ClientReply::NotReplanned { view, reason });
+                None
+            }
+        }
+    }
+
+    /// Note that a rank wants another tree. Returns the job if all its ranks do, or why it can't have one.
+    fn want<'p>(
+        &mut self,
+        place: Option<&'p (String, Rank)>,
+        client: &Arc<Client>,
+        view: u32,
+    ) -> Result<Option<&'p str>, String> {
+        let (name, rank) = place.ok_or("no job was joined on this connection")?;
+        let job = self.jobs.get_mut(name).filter(|job| job.has(*rank, client));
+        let job = job.ok_or_else(|| format!("{rank} is no longer a member of job {name:?}"))?;
+        if job.placement.is_none() {
+            return Err(format!(
+                "job {name:?} has not begun: {} of its {} ranks are there",
+                job.members.len(),
+                job.world
+            ));
+        }
+        if view != job.view {
+            return Err(format!("job {name:?} is at view {}", job.view));
+        }
+        if let Some(gone) = (0..job.world).map(Rank).find(|rank| !job.members.contains_key(rank)) {
+            return Err(is_gone(name, gone));
+        }
+        job.waiting.insert(*rank);
+        Ok((job.waiting.len() == job.world as usize).then_some(name.as_str()))
+    }
+
+    /// All ranks want another tree: begin the next view.
+    fn move_on(&mut self, config: &ControllerConfig, name: &str) -> Option<Placement> {
+        let mut job = self.jobs.remove(name)?;
+        job.view += 1;
+        job.suspected = false;
+        job.waiting.clear();
+        let placed = self.place(config, name, &job);
+        let lost = job.placement.replace(placed);
+        let view = job.view;
+        job.tell_places(config, |membership| ClientReply::Replanned { view, membership });
+        self.jobs.insert(name.to_owned(), job);
+        lost?.ok()
+    }
+
+    /// Return the devices that a job may be placed on, and, if some are left out, a clause that names them. Fails, with
+    /// the reason, if one is pinned that it has lost.
+    pub(super) fn candidates(&self, job: &Job, pinned: &[String]) -> Result<(Devices, String), String> {
+        let nodes = job.placement.iter().flatten().flat_map(|placement| &placement.nodes);
+        let lost: Vec<_> = nodes.map(|node| &node.device).collect();
+        let is_lost = |device: &Arc<DeviceSession>| lost.iter().any(|lost| Arc::ptr_eq(lost, device));
+        let (left_out, devices): (Devices, Devices) =
+            self.devices.iter().map(|(name, device)| (name.clone(), Arc::clone(device))).partition(|(_, d)| is_lost(d));
+        if let Some(name) = pinned.iter().find(|name| left_out.contains_key(*name)) {
+            return Err(format!(
+                "device {name} is pinned, and the tree there is lost; a restart brings the device back"
+            ));
+        }
+        let names: Vec<&str> = left_out.keys().map(String::as_str).collect();
+        let clause = if names.is_empty() {
+            String::new()
+        } else {
+            format!("not asked, as the tree there is lost: {}", names.join(", "))
+        };
+        Ok((devices, clause))
+    }
+}
+
+impl Job {
+    /// A rank is gone: those that wait for another tree get none.
+    pub(super) fn refuse_waiting(&mut self, name: &str, gone: Rank) {
+        let view = self.view;
+        for rank in std::mem::take(&mut self.waiting) {
+            if let Some(member) = self.members.get(&rank) {
+                member.client.send(&ClientReply::NotReplanned { view, reason: is_gone(name, gone) });
+            }
+        }
+    }
+}
+
+fn is_gone(job: &str, rank: Rank) -> String {
+    format!("{rank} of job {job:?} is gone, and a tree is for all its ranks")
+}
