@@ -265,9 +265,12 @@ impl Live<'_> {
         let children = self.children.len();
         if matches!(self.group.config.order, Order::TreeFold | Order::TreePairwise) {
             let child = pulled.len();
+            // Behind the last child there is nobody to ask for: a set of 256 has no place for child 256.
+            if child == children {
+                return None;
+            }
             let reference = by_reference.contains(child);
-            let is_there =
-                child < children && if reference { present.contains(child) } else { slot.bits.contains(child) };
+            let is_there = if reference { present.contains(child) } else { slot.bits.contains(child) };
             return is_there.then_some(if reference { Next::Reference(child) } else { Next::Inline(child) });
         }
         let inline = children - by_reference.len();

@@ -173,6 +173,20 @@ fn memory_that_cannot_be_written_is_in_nobodys_way() {
 }
 
 #[test]
+fn a_node_takes_as_many_children_as_a_packet_can_name() {
+    let most = sumac_hal::wire::MAX_CHILDREN as u16;
+    let all: Vec<u16> = (0..most).collect();
+    for order in [Order::TreeFold, Order::TreePairwise] {
+        let mut world = World::new(Setup { children: most, order, ..TWO }, u16::MAX, World::full());
+        all.iter().for_each(|&child| world.contribute(child, 0));
+        world.run_all();
+        assert_eq!(world.take_answers().len(), 16, "all that are by reference");
+        assert_eq!(bits(&world.memory(0, 0)), bits(&expression(order, &all, 0)), "{order:?}");
+        assert_eq!(world.rig.drain().len(), usize::from(most) - 16, "and all that are not");
+    }
+}
+
+#[test]
 fn a_poisoned_slot_is_a_new_attempt_and_nothing_inline_is_sent_again() {
     let mut world = World::new(Setup { has_parent: true, ..TWO }, 0b10, World::full());
     world.contribute(0, 0);
