@@ -1,6 +1,7 @@
 //! Contributions by reference against an engine that completes in any order and fails half-way.
 
 mod engine;
+mod faults;
 mod model;
 mod rules;
 
