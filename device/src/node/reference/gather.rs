@@ -51,8 +51,9 @@ impl Node<'_> {
             let done = live.work(engine, now);
             live.note_output();
             if !done {
-                // It goes on where it stopped; whoever is behind it comes next.
-                self.dma_turn = index;
+                // It goes on where it stopped when its turn comes again: a group with more chunks than the engine has
+                // room for would else take every place that gets free.
+                self.dma_turn = (index + 1) % groups;
                 return false;
             }
         }
