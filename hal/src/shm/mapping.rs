@@ -3,6 +3,8 @@
 //! Invariants:
 //! - A mapping lies over a `memfd` that nobody can shrink, grow or unseal any more: every byte of it stays accessible.
 //! - It stays at its address until it is dropped, also when it is severed.
+//! - Memory that was handed over to be read is never written but by the mapping that was there before: a descriptor that
+//!   is open for reading only would not do, because who has one can open its file again.
 
 use crate::dma::DmaMemory;
 use rustix::fs::{
@@ -16,8 +18,11 @@ use std::ptr::{self, NonNull};
 use std::slice;
 use std::sync::atomic::AtomicU64;
 
-/// What no process may change about shared memory any more.
-const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+/// What no process may change about shared memory any more: for those who have it.
+const SEALS: SealFlags = SIZE_SEALS.union(SealFlags::SEAL);
+
+/// The same while nobody else has it.
+const SIZE_SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
 /// The size of the huge pages that [`Pages::Huge`] asks for.
 const HUGE_PAGE_LEN_BYTES: usize = 2 << 20;
@@ -49,6 +54,9 @@ pub enum MemoryError {
     /// The memory of a peer could vanish under an access.
     #[error("the memory that was handed over is not sealed against resizing, or is no memfd")]
     Unsealed,
+    /// Others may write to the memory for ever.
+    #[error("this memory was handed over to be written: hand it over for reading before that, or take other memory")]
+    Writable,
     /// The system refuses.
     #[error("{call} of {len_bytes} bytes of shared memory: {errno}")]
     System {
@@ -75,7 +83,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    fn create(name: &str, len_bytes: usize, pages: Pages) -> Result<Self, MemoryError> {
+    fn create(name: &str, len_bytes: usize, pages: Pages, seals: SealFlags) -> Result<Self, MemoryError> {
         let max = isize::MAX as u64 - HUGE_PAGE_LEN_BYTES as u64;
         if len_bytes == 0 || len_bytes as u64 > max {
             return Err(MemoryError::Length { len_bytes: len_bytes as u64, max });
@@ -90,7 +98,7 @@ impl Mapping {
         let file = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | extra)
             .map_err(failed("memfd_create"))?;
         ftruncate(&file, len_bytes as u64).map_err(failed("ftruncate"))?;
-        fcntl_add_seals(&file, SEALS).map_err(failed("fcntl(F_ADD_SEALS)"))?;
+        fcntl_add_seals(&file, seals).map_err(failed("fcntl(F_ADD_SEALS)"))?;
         Self::map(file, len_bytes, pages, ProtFlags::READ | ProtFlags::WRITE)
     }
 
@@ -128,7 +136,7 @@ impl Mapping {
 
     /// Put fresh memory with the same contents at the same address.
     fn sever(&mut self) -> Result<(), MemoryError> {
-        let fresh = Self::create("sumac-severed", self.len_bytes, self.pages)?;
+        let fresh = Self::create("sumac-severed", self.len_bytes, self.pages, SIZE_SEALS)?;
         let (len_bytes, from, to) = (self.len_bytes, fresh.base.as_ptr().cast(), self.base.as_ptr().cast());
         // SAFETY: both mappings are `len_bytes` long. That a device still writes to one of them makes the copy a
         // mixture of old and new where it does, as any read of such memory is.
@@ -176,7 +184,7 @@ impl Region {
     /// # Errors
     /// [`MemoryError`].
     pub fn create(len_bytes: usize, pages: Pages) -> Result<Self, MemoryError> {
-        Ok(Self { mapping: Mapping::create("sumac-region", len_bytes, pages)? })
+        Ok(Self { mapping: Mapping::create("sumac-region", len_bytes, pages, SIZE_SEALS)? })
     }
 
     /// Map what a peer has handed over, if it is at most `max_len_bytes` long and nobody can resize it.
@@ -187,20 +195,31 @@ impl Region {
         Ok(Self { mapping: Mapping::open(file, max_len_bytes, ProtFlags::READ | ProtFlags::WRITE)? })
     }
 
-    /// Return the descriptor, to hand over.
+    /// Return the descriptor, to hand over: others may write from now on.
     pub fn file(&self) -> BorrowedFd<'_> {
+        // It fails where that was done before. Whoever the memory is handed over to finds out if it ever fails else.
+        let _ = fcntl_add_seals(&self.mapping.file, SealFlags::SEAL);
         self.mapping.file.as_fd()
     }
 
-    /// Return a descriptor through which nobody can write, to hand over for [`ReadOnly`].
+    /// Return a descriptor to hand over for [`ReadOnly`]. From now on nobody can write to the memory but through this
+    /// value, whichever way the file is opened.
     ///
     /// # Errors
-    /// [`MemoryError`].
+    /// [`MemoryError::Writable`] after [`Region::file`], or what the system refuses.
     pub fn read_only_file(&self) -> Result<OwnedFd, MemoryError> {
-        let path = format!("/proc/self/fd/{}", self.file().as_raw_fd());
-        let opened = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
-        let len_bytes = self.mapping.len_bytes as u64;
-        opened.map_err(|errno| MemoryError::System { call: "open", len_bytes, errno })
+        let (file, len_bytes) = (&self.mapping.file, self.mapping.len_bytes as u64);
+        let failed = |call| move |errno| MemoryError::System { call, len_bytes, errno };
+        let seals = fcntl_get_seals(file).map_err(failed("fcntl(F_GET_SEALS)"))?;
+        if !seals.contains(SealFlags::FUTURE_WRITE) {
+            if seals.contains(SealFlags::SEAL) {
+                return Err(MemoryError::Writable);
+            }
+            // The mapping that is there stays as it is; no other one can be made to write.
+            fcntl_add_seals(file, SealFlags::FUTURE_WRITE | SealFlags::SEAL).map_err(failed("fcntl(F_ADD_SEALS)"))?;
+        }
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map_err(failed("open"))
     }
 
     /// Cut this memory off from everybody who has mapped it: afterwards it has the same contents at the same address,
@@ -305,7 +324,8 @@ impl BarMemory {
     /// # Errors
     /// [`MemoryError`].
     pub fn create(len_bytes: usize) -> Result<Self, MemoryError> {
-        Ok(Self { mapping: Mapping::create("sumac-bar", len_bytes.next_multiple_of(8), Pages::Normal)? })
+        let len_bytes = len_bytes.next_multiple_of(8);
+        Ok(Self { mapping: Mapping::create("sumac-bar", len_bytes, Pages::Normal, SEALS)? })
     }
 
     /// Map the BAR that a device has handed over, if it is at most `max_len_bytes` long and nobody can resize it.

@@ -333,9 +333,10 @@ impl ReferenceEndpoint {
         !self.chunks.is_empty()
     }
 
-    /// Return each chunk whose result the device may be writing to the caller's own memory, and where.
+    /// Return each chunk whose result the device may be writing to the caller's own memory, or has written a part of,
+    /// and where. An error is no word that nothing was written: it may stand for a write that failed half-way.
     pub fn exposed(&self) -> impl Iterator<Item = (ChunkNo, Address, usize)> {
-        let open = self.chunks.iter().zip(self.have..).filter(|(chunk, _)| chunk.state == State::Submitted);
+        let open = self.chunks.iter().zip(self.have..).filter(|(chunk, _)| chunk.state != State::Landed);
         open.filter_map(|(chunk, seq)| chunk.dst.map(|(address, len)| (ChunkNo(seq), address, len)))
     }
 

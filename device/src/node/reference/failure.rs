@@ -28,6 +28,8 @@ impl Live<'_> {
         let (plan, failures) = (redo.plan, redo.failures);
         if state == State::Answered {
             redo.plan = Plan::NOTHING;
+            // Destinations may hold a part of the result already: it is not published, nor its record cleared, again.
+            redo.published |= plan.publishes && found == Ok(record);
             if failures >= FAILURES_MAX {
                 redo.failures = 0;
                 self.give_up_writing(index, &plan.writes);

@@ -51,8 +51,9 @@ impl Node<'_> {
             let done = live.work(engine, now);
             live.note_output();
             if !done {
-                // It goes on where it stopped; whoever is behind it comes next.
-                self.dma_turn = index;
+                // It goes on where it stopped when its turn comes again: a group with more chunks than the engine has
+                // room for would else take every place that gets free.
+                self.dma_turn = (index + 1) % groups;
                 return false;
             }
         }
@@ -265,9 +266,12 @@ impl Live<'_> {
         let children = self.children.len();
         if matches!(self.group.config.order, Order::TreeFold | Order::TreePairwise) {
             let child = pulled.len();
+            // Behind the last child there is nobody to ask for: a set of 256 has no place for child 256.
+            if child == children {
+                return None;
+            }
             let reference = by_reference.contains(child);
-            let is_there =
-                child < children && if reference { present.contains(child) } else { slot.bits.contains(child) };
+            let is_there = if reference { present.contains(child) } else { slot.bits.contains(child) };
             return is_there.then_some(if reference { Next::Reference(child) } else { Next::Inline(child) });
         }
         let inline = children - by_reference.len();

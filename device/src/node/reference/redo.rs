@@ -2,6 +2,7 @@
 
 use super::{HEAD_BYTES, Live, Node};
 use core::ops::Range;
+use core::sync::atomic::{Ordering, fence};
 use sumac_hal::dma::{Address, LocalMemory, Span, Status};
 use sumac_hal::wire::crc32c;
 
@@ -28,9 +29,14 @@ impl Live<'_> {
         })
     }
 
+    /// Take back what the record of slot `index` says, before anything of what it stands for is touched.
     pub(super) fn clear_record<E: LocalMemory>(&self, index: usize, engine: &mut E) -> Result<(), Status> {
         let address = self.redo_address(index);
-        engine.with_local(Span { address, len_bytes: 16 }, nothing_at(address), |bytes, _| bytes.fill(0))
+        engine.with_local(Span { address, len_bytes: 16 }, nothing_at(address), |bytes, _| bytes.fill(0))?;
+        // Ranks read the record, the result, and the record again while this goes on. Where a machine may reorder
+        // stores, they would else see new bytes below the old record, and take a mixture for a whole result.
+        fence(Ordering::SeqCst);
+        Ok(())
     }
 
     /// Return the length of the accumulators of slot `index` in bytes.

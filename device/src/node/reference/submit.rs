@@ -93,7 +93,8 @@ impl Node<'_> {
         Ok(())
     }
 
-    /// Return the next answer for a ring; the child's regions are released, and it holds the chunk from now on.
+    /// Return the next answer for a ring; the child's regions are released, and it holds the chunk from now on if the
+    /// chunk has landed.
     pub fn poll_answer<const N: usize>(&mut self, regions: &mut RegionTable<N>) -> Option<Answer> {
         for index in 0..self.groups_end {
             let Some(mut live) = self.live(index) else { continue };
@@ -311,16 +312,23 @@ impl Live<'_> {
     /// Move a child's `have` past what it was answered. By reference, landing is the engine's work, done before the
     /// answer is given: nobody needs to wait for the rank to come back and say so. (It is a number over all shards, of
     /// which a node knows one: where there are others, the rank has to say it.)
+    ///
+    /// A result that did not land stops it there, so that its redo slot stays for the rank to look it up.
     fn note_answered(&mut self, child: usize) {
-        let (shard, Some(refs)) = (self.shard(), &self.refs) else { return };
+        let (shard, Some(refs), Some(by_reference)) = (self.shard(), &self.refs, &self.group.by_reference) else {
+            return;
+        };
         if shard.shards() != 1 {
             return;
         }
+        let has_withdrawn = by_reference.withdrawn.contains(child);
         let mut local = shard.below(self.children[child].have);
         let holds = |local: u64| {
             let index = self.slot_index(local);
-            let slot = &self.slots[index];
-            slot.holds(local) && slot.state == State::Answered && !refs.redo[index].present.contains(child)
+            let (slot, redo) = (&self.slots[index], &refs.redo[index]);
+            let is_answered = slot.state == State::Answered && !redo.present.contains(child);
+            let has_landed = redo.written.contains(child) || !(has_withdrawn || redo.broken.contains(child));
+            slot.holds(local) && is_answered && has_landed
         };
         while holds(local) {
             local += 1;

@@ -226,8 +226,11 @@ impl EmuEngine {
     }
 
     /// Return the queue to submit to, the user's own behind the others: the one that is at home where the chain fetches
-    /// from, unless another is much less busy or it has no room.
-    fn choose(&self, chain: &Chain<'_>) -> Option<usize> {
+    /// from, unless another is much less busy or it has no room, or its thread is gone.
+    ///
+    /// # Errors
+    /// [`SubmitError::Stopped`] if all threads are gone, [`SubmitError::Full`] if none that is there has room.
+    fn choose(&self, chain: &Chain<'_>) -> Result<usize, SubmitError> {
         let (queues, steps) = (self.queues.len() + usize::from(self.own.helps()), chain.steps.len());
         let is_local = |region| self.local.iter().any(|(local, _)| *local == region);
         let mut fetches = chain.steps.iter().filter_map(|step| Some((step.src()?, step.src_len_bytes())));
@@ -236,9 +239,14 @@ impl EmuEngine {
         // The first piece is at home with the user, if it helps: where there is only one, nobody has to be woken.
         let own = queues - 1 - (place % queues as u64) as usize;
         let depth = self.capabilities.queue_depth as usize;
-        let mut best: Option<(usize, usize)> = None;
+        let (mut best, mut all_gone): (Option<(usize, usize)>, _) = (None, true);
         for turn in 0..queues {
             let index = (own + turn) % queues;
+            // Others take what is at home with a thread that is gone.
+            if self.queues.get(index).is_some_and(Queue::dead) {
+                continue;
+            }
+            all_gone = false;
             let in_flight = self.queues.get(index).map_or(&self.own.in_flight, |queue| &queue.in_flight);
             let chains = in_flight.len() + if index == own { 0 } else { AFFINITY_CHAINS };
             // Everything in flight fits the rings, so they have room, and so has what is kept of it.
@@ -247,7 +255,8 @@ impl EmuEngine {
                 best = Some((index, chains));
             }
         }
-        best.map(|(index, _)| index)
+        let full = SubmitError::Full { depth: self.capabilities.queue_depth };
+        best.map(|(index, _)| index).ok_or(if all_gone { SubmitError::Stopped } else { full })
     }
 
     fn stage(&mut self, chain: Chain<'_>) {
@@ -299,6 +308,8 @@ impl EmuEngine {
                 && let Ok(0) = queue.completions.available()
                 && let Some(tag) = queue.in_flight.pop()
             {
+                // The others count what is left, and tell a user that sleeps when that is little.
+                self.shared.in_flight.fetch_sub(1, Ordering::Relaxed);
                 return Some(Completion { tag, status: Status::Hardware, step: 0 });
             }
         }
@@ -326,10 +337,9 @@ impl Engine for EmuEngine {
         if steps == 0 || steps > self.capabilities.max_steps as usize {
             return Err(SubmitError::Length { steps, max: self.capabilities.max_steps });
         }
-        let full = SubmitError::Full { depth: self.capabilities.queue_depth };
         // Chains that end here, now or when the user works, have their places.
         if self.ended.len() + self.own.in_flight.len() >= self.capabilities.queue_depth as usize {
-            return Err(full);
+            return Err(SubmitError::Full { depth: self.capabilities.queue_depth });
         }
         if self.strictness != Strictness::Hardware
             && let Some(step) = self.conflict(chain.steps)
@@ -343,7 +353,7 @@ impl Engine for EmuEngine {
             self.ended.push_back(completion);
             return Ok(());
         }
-        let index = self.choose(&chain).ok_or(full)?;
+        let index = self.choose(&chain)?;
         if index == self.queues.len() {
             let local = (self.strictness == Strictness::Hardware).then_some(&self.local[..]);
             self.own.push(&chain, local.map(|local| local.iter().map(|(key, _)| *key)));
@@ -352,9 +362,6 @@ impl Engine for EmuEngine {
         }
         self.stage(chain);
         let queue = &mut self.queues[index];
-        if queue.dead() {
-            return Err(SubmitError::Stopped);
-        }
         match self.strictness {
             Strictness::Hardware => {
                 queue.in_flight.push_local(chain.tag, chain.steps, self.local.iter().map(|(key, _)| *key))

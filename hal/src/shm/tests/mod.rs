@@ -10,8 +10,11 @@ use super::*;
 use crate::dma::DmaMemory;
 use crate::ids::{ChildIndex, GroupId};
 use crate::ring::{Doorbell, Patience};
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
-use std::os::fd::OwnedFd;
+use rustix::fs::{
+    FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create, open,
+};
+use rustix::io::Errno;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -62,6 +65,30 @@ fn nobody_resizes_a_region() {
     for len_bytes in [0, 5_000, 20_000] {
         assert!(ftruncate(region.file(), len_bytes).is_err());
     }
+}
+
+#[test]
+fn nobody_writes_to_memory_that_was_handed_over_for_reading() {
+    let ours = Region::create(10_000, Pages::Normal).expect("memory");
+    let file = ours.read_only_file().expect("nobody else has it");
+    // Who has a descriptor can open its file again, and ask for more.
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let again = open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).expect("the file's mode allows it");
+    let refused = Region::open(duplicate(again.as_fd()), 10_000).expect_err("it is sealed");
+    assert_eq!(refused, MemoryError::System { call: "mmap", len_bytes: 10_000, errno: Errno::PERM });
+    assert_eq!(rustix::io::write(&again, &[1]), Err(Errno::PERM));
+    let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    assert_eq!(fallocate(&again, hole, 0, 4096), Err(Errno::PERM));
+    let theirs = ReadOnly::open(file, 10_000).expect("it is sealed");
+    ours.write(9_990, &[1, 2, 3]);
+    let mut found = [0; 4];
+    assert!(theirs.read(9_989, &mut found));
+    assert_eq!(found, [0, 1, 2, 3], "its owner goes on");
+    assert!(ours.read_only_file().is_ok(), "to the next one");
+    // What somebody may write to already can't be taken back.
+    let shared = Region::create(10_000, Pages::Normal).expect("memory");
+    let _ = duplicate(shared.file());
+    assert_eq!(shared.read_only_file().expect_err("others write"), MemoryError::Writable);
 }
 
 #[test]

@@ -120,3 +120,15 @@ fn what_is_open_and_exposed_is_what_the_device_may_write_to() {
     assert_eq!((endpoint.poll_event(), endpoint.is_in_flight()), (Some(Event::Completed(OpId(0))), true));
     assert_eq!(endpoint.exposed().count(), 0);
 }
+
+/// Each of these may stand for a result that was published and is half-written.
+#[test]
+fn what_is_answered_with_an_error_stays_exposed() {
+    for status in [EntryStatus::Fenced, EntryStatus::Hardware, EntryStatus::PathLost, EntryStatus::Mismatch] {
+        let mut endpoint = in_flight();
+        assert_eq!(told(&mut endpoint, answer(EntryStatus::Result, 2, 1)), None);
+        told(&mut endpoint, answer(status, 1, 1));
+        let exposed: Vec<_> = endpoint.exposed().map(|(seq, address, _)| (seq.0, address.offset_bytes)).collect();
+        assert_eq!(exposed, [(0, 0), (1, 64), (3, 192)], "{status:?}");
+    }
+}

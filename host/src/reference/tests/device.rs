@@ -52,6 +52,8 @@ pub(super) enum Behaviour {
     /// Is gone once all contributions to so many chunks are there: has published the even ones, and torn their
     /// destinations.
     Dies(u64),
+    /// Does the same as soon as a chunk is there, says of each that it failed, and stays.
+    Breaks,
     /// Answers the first contribution with this.
     Says([u64; COMPLETION_WORDS]),
 }
@@ -187,6 +189,10 @@ impl Device {
                 let complete: Vec<_> = self.complete().collect();
                 complete.into_iter().for_each(|seq| self.finish(seq));
             }
+            Behaviour::Breaks => {
+                let complete: Vec<_> = self.complete().collect();
+                complete.into_iter().for_each(|seq| self.give_up(seq));
+            }
             _ => {}
         }
         !self.seats.iter().all(|seat| seat.gone)
@@ -299,7 +305,9 @@ impl Device {
         let first = parts[&0].entry;
         let differs = parts.values().find(|part| part.entry.signature != first.signature);
         let result = if differs.is_some() { Vec::new() } else { self.reduce(seq) };
-        self.publish(seq, &result);
+        if differs.is_none() {
+            self.publish(seq, &result);
+        }
         for (&seat, part) in &parts {
             let (group, epoch) = (GROUP, EPOCH);
             let mut status = EntryStatus::Done;
@@ -330,13 +338,31 @@ impl Device {
 
     /// Publish every second result, tear its destinations, and go.
     fn die(&mut self, count: u64) {
-        for seq in (0..count).step_by(2) {
-            let result = self.reduce(seq);
-            self.publish(seq, &result);
-            for dst in self.chunks[&seq].values().filter_map(|part| part.dst) {
-                self.regions[&dst.region].write(dst.offset_bytes as usize, &[0xdd; 8]);
-            }
-        }
+        (0..count).for_each(|seq| self.tear(seq));
         self.seats.clear();
+    }
+
+    /// Publish every second result, tear its destinations, and say that all have failed.
+    fn give_up(&mut self, seq: u64) {
+        self.tear(seq);
+        for seat in 0..self.seats.len() {
+            let (group, epoch, status) = (GROUP, EPOCH, EntryStatus::Hardware);
+            let (seq, stable) = (ChunkNo(seq), ChunkNo(0));
+            let answer = CompletionEntry::Answer { status, group, epoch, seq, count: 1, window: 8, stable };
+            self.say(seat, 1, &answer.emit());
+        }
+        self.chunks.remove(&seq);
+    }
+
+    /// Publish the result of an even chunk, and tear its destinations.
+    fn tear(&self, seq: u64) {
+        if !seq.is_multiple_of(2) {
+            return;
+        }
+        let result = self.reduce(seq);
+        self.publish(seq, &result);
+        for dst in self.chunks[&seq].values().filter_map(|part| part.dst) {
+            self.regions[&dst.region].write(dst.offset_bytes as usize, &[0xdd; 8]);
+        }
     }
 }

@@ -100,6 +100,21 @@ fn a_device_that_dies_leaves_chunks_wholly_old_or_wholly_new() {
     drop(device.join());
 }
 
+/// An error may stand for a result that is published and half-written, on a device that lives as on one that is dead.
+#[test]
+fn a_device_that_fails_to_write_leaves_chunks_wholly_old_or_wholly_new() {
+    let (name, device) = start(1, Behaviour::Breaks);
+    let (mut driver, mut buffer) = in_flight(&name);
+    let mut lent = Lent::InPlace(bytemuck::cast_slice_mut(&mut buffer));
+    let found = drive(&mut driver, crate::endpoint::OpId(0), &mut lent);
+    assert_eq!(found, Err(EndpointError::Device { status: EntryStatus::Hardware, chunk: ChunkNo(0) }));
+    driver.retire();
+    // With one rank the result is the input: what was torn is whole again.
+    assert!(buffer.iter().all(|&value| value == 3.0), "{:?}", &buffer[..PER_CHUNK]);
+    drop(driver);
+    assert_eq!(device.join().expect("no panic").fences, 1);
+}
+
 /// Bounced memory is written by this side alone: what has not been copied out stays as it was.
 #[test]
 fn a_device_that_dies_leaves_bounced_memory_alone() {

@@ -1,6 +1,7 @@
 //! Contributions by reference against an engine that completes in any order and fails half-way.
 
 mod engine;
+mod faults;
 mod model;
 mod rules;
 
@@ -36,6 +37,11 @@ pub(in crate::node::reference::tests) fn owner(child: u16) -> FunctionId {
     FunctionId(100 + u32::from(child))
 }
 
+/// Tell whether a mask has the bit of `child`; those that it has no bit for are not in it.
+pub(in crate::node::reference::tests) fn has(mask: u16, child: u16) -> bool {
+    mask.checked_shr(child.into()).is_some_and(|bits| bits & 1 == 1)
+}
+
 /// What `child` contributes to `seq`: sums of these round, so that the order shows.
 pub(in crate::node::reference::tests) fn values(child: u16, seq: u64) -> Vec<f32> {
     (0..ELEMENTS).map(|i| (0.1 + f32::from(child)) * 10_f32.powi((seq as usize + 3 * i) as i32 % 7 - 3)).collect()
@@ -63,7 +69,7 @@ impl World {
     /// `references`: a bit for each child that contributes by reference.
     pub(in crate::node::reference::tests) fn new(setup: Setup, references: u16, capabilities: Capabilities) -> Self {
         let mut world = Self::detached(setup, capabilities);
-        let children: Vec<u16> = (0..setup.children).filter(|child| references >> child & 1 == 1).collect();
+        let children: Vec<u16> = (0..setup.children).filter(|&child| has(references, child)).collect();
         for &child in &children {
             let bytes: Vec<u8> = (0..CHUNKS).flat_map(|seq| floats(&values(child, seq))).collect();
             let key = world.regions.register(owner(child), bytes.len() as u64).expect("room");
@@ -116,7 +122,7 @@ impl World {
 
     /// Let `child` contribute, its way.
     pub(in crate::node::reference::tests) fn contribute(&mut self, child: u16, seq: u64) {
-        let is_empty = self.empty >> child & 1 == 1;
+        let is_empty = has(self.empty, child);
         if self.keys[usize::from(child)].is_some() {
             let entry = self.entry(child, seq);
             let entry = Contribution { src: entry.src.filter(|_| !is_empty), ..entry };
@@ -182,7 +188,7 @@ pub(in crate::node::reference::tests) fn expression_without(
     };
     match children {
         [] => None,
-        [one] => (empty >> one & 1 == 0).then(|| values(*one, seq)),
+        [one] => (!has(empty, *one)).then(|| values(*one, seq)),
         [rest @ .., last] if order != Order::TreePairwise => {
             plus(expression_without(order, rest, seq, empty), expression_without(order, &[*last], seq, empty))
         }

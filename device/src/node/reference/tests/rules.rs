@@ -173,6 +173,20 @@ fn memory_that_cannot_be_written_is_in_nobodys_way() {
 }
 
 #[test]
+fn a_node_takes_as_many_children_as_a_packet_can_name() {
+    let most = sumac_hal::wire::MAX_CHILDREN as u16;
+    let all: Vec<u16> = (0..most).collect();
+    for order in [Order::TreeFold, Order::TreePairwise] {
+        let mut world = World::new(Setup { children: most, order, ..TWO }, u16::MAX, World::full());
+        all.iter().for_each(|&child| world.contribute(child, 0));
+        world.run_all();
+        assert_eq!(world.take_answers().len(), 16, "all that are by reference");
+        assert_eq!(bits(&world.memory(0, 0)), bits(&expression(order, &all, 0)), "{order:?}");
+        assert_eq!(world.rig.drain().len(), usize::from(most) - 16, "and all that are not");
+    }
+}
+
+#[test]
 fn a_poisoned_slot_is_a_new_attempt_and_nothing_inline_is_sent_again() {
     let mut world = World::new(Setup { has_parent: true, ..TWO }, 0b10, World::full());
     world.contribute(0, 0);
@@ -430,4 +444,28 @@ fn who_withdraws_when_it_is_pulled_gets_no_result() {
     let all: Vec<u16> = (0..10).collect();
     assert_eq!(bits(&world.memory(1, 0)), bits(&expression(Order::TreeFold, &all, 0)), "what was pulled is in it");
     assert_eq!(bits(&world.memory(0, 0)), bits(&before), "nobody writes to what was let go");
+}
+
+#[test]
+fn groups_that_want_more_than_the_engine_takes_have_their_turns() {
+    let mut world = World::new(Setup { groups: 2, ..TWO }, 0b11, World::full());
+    let owners = [0, 1].map(|child| (ChildIndex(child), owner(child)));
+    assert_eq!(world.rig.node.attach(group_id(1), &owners), Ok(()));
+    world.engine.depth = 1;
+    for group in 0..2 {
+        for (child, seq) in (0..4).flat_map(|seq| [(0, seq), (1, seq)]) {
+            let place = Some(world.address(child, seq + 4 * group as u64));
+            let entry = Contribution { group: group_id(group), src: place, dst: place, ..world.entry(child, seq) };
+            assert_eq!(world.submit(child, &entry), Ok(()));
+        }
+    }
+    let mut turns = Vec::new();
+    while let Some((tag, ..)) = world.engine.in_flight.first() {
+        turns.push(tag.slot / u32::from(TWO.slots));
+        world.complete(0, None);
+    }
+    assert_eq!(turns.iter().filter(|&&group| group == 0).count(), 4);
+    assert_eq!(turns.len(), 8);
+    // The first group had the engine for itself when it began.
+    assert!(turns[1..7].chunks(2).all(|pair| pair[0] != pair[1]), "{turns:?}");
 }

@@ -3,7 +3,7 @@
 use super::*;
 use crate::dma::{DmaMemory, SubmitError};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex};
 use std::thread;
 
@@ -196,6 +196,42 @@ fn a_thread_that_dies_wakes_its_user() {
         }
         Err(error) => assert_eq!(error, SubmitError::Stopped),
     }
+}
+
+/// A thread that dies with a chain in its hands takes neither the chains of others nor the word that all are done along.
+#[test]
+fn the_threads_that_are_left_do_all_and_say_when_it_is_done() {
+    static SUBMITTED: AtomicBool = AtomicBool::new(false);
+    let mut config = config(Profile::CopyOnly, 2);
+    config.on_start = Some(|number| {
+        while number == 0 && !SUBMITTED.load(Ordering::Acquire) {
+            thread::yield_now();
+        }
+        assert_ne!(number, 0, "a thread that dies is what is tested");
+    });
+    let idle = Arc::new(AtomicUsize::new(0));
+    let count = idle.clone();
+    let notify = Box::new(move |left| {
+        count.fetch_add(usize::from(left == 0), Ordering::Relaxed);
+    });
+    let mut engine = EmuEngine::start_notifying(config, Some(notify)).expect("threads");
+    for index in 0..2 {
+        engine.map(key(index), Arc::new(HeapMemory::new(64))).expect("a free place");
+    }
+    // The second piece of 8 bytes is at home with the first of two threads.
+    let at_home = [Step::Copy { src: at(0, 8), dst: at(1, 0), len_bytes: 8 }];
+    submit(&mut engine, 0, 0, &at_home).expect("room");
+    assert_eq!(engine.queues[0].in_flight.len(), 1);
+    SUBMITTED.store(true, Ordering::Release);
+    engine.queues[0].thread.take().expect("it was started").join().expect_err("it dies");
+    assert_eq!(collect(&mut engine, 1), [(0, Status::Hardware)]);
+    idle.store(0, Ordering::Relaxed);
+    for seq in 1..20 {
+        submit(&mut engine, seq, 0, &at_home).expect("the other one is there");
+        assert_eq!(collect(&mut engine, 1), [(seq, Status::Done)]);
+    }
+    drop(engine);
+    assert_eq!(idle.load(Ordering::Relaxed), 19 + 1, "after each chain, and at the thread's end");
 }
 
 #[test]
