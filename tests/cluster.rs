@@ -202,7 +202,11 @@ fn stop_a_device(attach: fn(&mut JoinConfig)) {
     let mut cluster = Cluster::start(1, 2);
     let board = cluster.boards.pop().expect("one board");
     let stop = std::sync::Mutex::new(Some(board));
-    let errors = cluster.run("stop", 2, attach, |comm| {
+    let without_repair = |config: &mut JoinConfig| {
+        attach(config);
+        config.repair = false;
+    };
+    let errors = cluster.run("stop", 2, without_repair, |comm| {
         comm.barrier().expect("all are there");
         if comm.rank() == 0 {
             drop(stop.lock().expect("not poisoned").take());

@@ -226,7 +226,7 @@ wire_enum! {
 /// One operation as all ranks must call it.
 ///
 /// Barriers carry no elements: `dtype` and `op` are `None` and travel as 0.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct OpDesc {
     /// The collective.
     pub collective: Collective,

@@ -17,6 +17,7 @@ pub mod endpoint;
 pub mod exec;
 pub mod plan;
 pub mod reference;
+mod repair;
 pub mod topo;
 
 pub use choice::Algo;

@@ -36,6 +36,16 @@ impl Cluster {
         Self::start_boards(leaves, hosts, config, |board| board.bus = Some(bus))
     }
 
+    #[allow(dead_code)]
+    /// Devices with a bus each, without a fabric: any of them does for any job.
+    pub(crate) fn spare(devices: usize, config: ControllerConfig) -> Self {
+        let controller = Controller::start(config).expect("a controller on loopback");
+        let configure = |board: &mut BoardConfig| board.bus = Some(BusConfig::default());
+        let names = (0..devices).map(|nth| format!("spare{nth}"));
+        let boards = names.map(|name| board(name, controller.local_addr(), configure)).collect();
+        Self { controller, boards }
+    }
+
     fn start_boards(
         leaves: usize,
         hosts: usize,

@@ -6,15 +6,15 @@ use super::error::Error;
 use super::extent::Extent;
 use super::join::JoinConfig;
 use super::lost::Lost;
-use super::progress::Deadline;
+use super::progress::{Deadline, InTheTree};
 use super::tree::Tree;
 use super::{CallOptions, Outcome};
-use crate::choice::{Explanation, Situation, explain};
+use crate::choice::{Algo, Explanation, Situation, explain};
 use crate::coll::{Buffer, Schedule, pairwise};
 use crate::controller::Session;
 use crate::endpoint::OpId;
 use crate::exec::{Buffers, ExecError, Mesh};
-use crate::reference::{Buffer as RegisteredBuffer, Transfer};
+use crate::reference::{Buffer as RegisteredBuffer, RegisterError, Transfer};
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
 use sumac_hal::ids::Rank;
@@ -49,6 +49,10 @@ pub(super) struct InTree {
 }
 
 impl InTree {
+    pub(super) fn into_buffers(self) -> Owned {
+        self.buffers
+    }
+
     pub(super) fn input(&self) -> &[u8] {
         let bytes = self.buffers.memory.bytes();
         if self.buffers.output.is_some() { bytes } else { &bytes[self.extent.input.clone()] }
@@ -63,22 +67,26 @@ impl InTree {
 }
 
 /// An operation that was started and not yet waited for.
-struct Started {
-    desc: OpDesc,
-    path: Path,
-    fallback: Option<String>,
+pub(super) struct Started {
+    pub(super) desc: OpDesc,
+    /// The algorithm that was asked for.
+    pub(super) algo: Algo,
+    pub(super) path: Path,
+    pub(super) fallback: Option<String>,
     /// In the tree's endpoint: the operation itself, or, for a schedule, what tells the tree of it.
-    tree_op: Option<OpId>,
-    transfer: Option<Transfer>,
-    begun: Mark,
+    pub(super) tree_op: Option<OpId>,
+    pub(super) transfer: Option<Transfer>,
+    pub(super) begun: Mark,
     /// A schedule's buffers; `None` for the tree's, which the endpoint works on.
-    buffers: Option<Owned>,
-    finished: Option<Result<Outcome, Error>>,
+    pub(super) buffers: Option<Owned>,
+    pub(super) finished: Option<Result<Outcome, Error>>,
 }
 
 /// What was counted when an operation began.
 #[derive(Clone, Copy)]
-struct Mark {
+pub(super) struct Mark {
+    /// Repairs so far.
+    view: u32,
     wire_bytes: u64,
     retransmits: u64,
     at: Instant,
@@ -90,11 +98,11 @@ pub(super) struct Core {
     pub(super) situation: Situation,
     pub(super) tree: Option<Tree>,
     pub(super) mesh: Mesh,
-    session: Option<Session>,
+    pub(super) session: Option<Session>,
     pub(super) lost: std::sync::Arc<Lost>,
     /// Buffers of started operations that are in the tree.
     pub(super) owned: BTreeMap<OpId, InTree>,
-    started: BTreeMap<u64, Started>,
+    pub(super) started: BTreeMap<u64, Started>,
     /// Started schedules that have not run, in the order of posting.
     schedules: VecDeque<u64>,
     next_handle: u64,
@@ -102,6 +110,11 @@ pub(super) struct Core {
     pub(super) completed_below: u64,
     /// Operations that ran by a schedule.
     pub(super) scheduled: u64,
+    /// How many trees this communicator has lost and got over.
+    pub(super) view: u32,
+    /// What was counted at the trees before.
+    pub(super) past_bytes: u64,
+    pub(super) past_retransmits: u64,
     splits: u64,
     ended: Option<Error>,
     choices: Choices,
@@ -136,6 +149,9 @@ impl Core {
             next_handle: 0,
             completed_below: 0,
             scheduled: 0,
+            view: 0,
+            past_bytes: 0,
+            past_retransmits: 0,
             splits: 0,
             ended: None,
             choices: Choices::default(),
@@ -147,11 +163,15 @@ impl Core {
     pub(super) fn alloc<T: Element>(&mut self, len: usize) -> Result<RegisteredBuffer<T>, Error> {
         self.usable()?;
         let Some(Tree::Reference(driver)) = &mut self.tree else { return Ok(RegisteredBuffer::plain(len)) };
-        driver.alloc(len).map_err(|reason| Error::Memory {
-            device: driver.device().into(),
-            len_bytes: len.saturating_mul(size_of::<T>()),
-            reason,
-        })
+        match driver.alloc(len) {
+            // The next operation finds that too, and is repaired: without the device, memory is memory.
+            Err(RegisterError::Gone) if self.config.repair => Ok(RegisteredBuffer::plain(len)),
+            allocated => allocated.map_err(|reason| Error::Memory {
+                device: driver.device().into(),
+                len_bytes: len.saturating_mul(size_of::<T>()),
+                reason,
+            }),
+        }
     }
 
     /// Return what a sub-communicator takes over, and the number of this split.
@@ -174,7 +194,8 @@ impl Core {
         self.usable()?;
         let extent = Extent::of(&desc, self.mesh.place())?;
         extent.check(&desc, buffers)?;
-        let (path, fallback) = self.choose(&desc, options)?;
+        // What can't be done is refused before the buffers are touched.
+        let mut way = self.choose(&desc, options)?;
         let mut scaled = Vec::new();
         premultiply(&desc, &extent, buffers, options, &mut scaled)?;
         let mut buffers = match buffers {
@@ -184,12 +205,21 @@ impl Core {
         };
         let deadline = self.deadline(options);
         let begun = self.mark();
-        let result = match path {
-            Path::Tree => self.run_in_tree(desc, &extent, &mut buffers, deadline),
-            _ => self.run_by_schedule(&desc, path, buffers, deadline).map(|()| None),
-        };
-        let transfer = result.map_err(|error| self.end(error, &desc, begun))?;
-        Ok(self.outcome((path, transfer), fallback, begun))
+        loop {
+            let (path, fallback) = way;
+            let result = match path {
+                Path::Tree => self.run_in_tree(desc, &extent, &mut buffers, deadline),
+                _ => {
+                    let result = self.run_by_schedule(&desc, path, buffers, deadline);
+                    result.map_err(|error| self.end(error, &desc, begun))?;
+                    return Ok(self.outcome((path, None), fallback, begun));
+                }
+            };
+            match result.map_err(|error| self.end(error, &desc, begun))? {
+                InTheTree::Done(transfer) => return Ok(self.outcome((path, Some(transfer)), fallback, begun)),
+                InTheTree::BeginsAgain => way = self.choose(&desc, options)?,
+            }
+        }
     }
 
     /// Schedules that were started before must run before: the other ranks wait for them in that order.
@@ -246,25 +276,43 @@ impl Core {
         if !scaled.is_empty() && owned.output.is_some() {
             owned.memory.bytes_mut().copy_from_slice(&scaled);
         }
-        let begun = self.mark();
         let handle = self.next_handle;
-        let mut started =
-            Started { desc, path, fallback, tree_op: None, transfer: None, begun, buffers: None, finished: None };
+        let mut started = Started {
+            desc,
+            algo: options.algo.unwrap_or(self.config.algo),
+            path,
+            fallback,
+            tree_op: None,
+            transfer: None,
+            begun: self.mark(),
+            buffers: None,
+            finished: None,
+        };
+        self.launch(handle, &mut started, owned)?;
+        self.next_handle += 1;
+        self.started.insert(handle, started);
+        self.pump(None);
+        Ok(handle)
+    }
+
+    /// Put a started operation on its way.
+    pub(super) fn launch(&mut self, handle: u64, started: &mut Started, mut owned: Owned) -> Result<(), Error> {
+        let (desc, path) = (started.desc, started.path);
         if path == Path::Tree {
+            let extent = Extent::of(&desc, self.mesh.place())?;
             extent.keep_own(&desc, &mut owned.lend());
             if let Some((op, transfer)) = self.post(&desc, path, Some((&extent, &mut owned.lend())))? {
                 (started.tree_op, started.transfer) = (Some(op), Some(transfer));
                 self.owned.insert(op, InTree { buffers: owned, extent });
             }
         } else {
-            started.tree_op = self.post(&desc, path, None)?.map(|(op, _)| op);
+            (started.tree_op, started.transfer) = (self.tell_tree(&desc, path)?, None);
             started.buffers = Some(owned);
-            self.schedules.push_back(handle);
+            // In the order of posting, also where an operation has lost its tree.
+            let at = self.schedules.partition_point(|&other| other < handle);
+            self.schedules.insert(at, handle);
         }
-        self.next_handle += 1;
-        self.started.insert(handle, started);
-        self.pump(None);
-        Ok(handle)
+        Ok(())
     }
 
     /// Tell whether a started operation has ended; drives what can be driven without waiting. A schedule is run,
@@ -293,17 +341,20 @@ impl Core {
     }
 
     fn wait_for(&mut self, handle: u64, deadline: Deadline) {
-        while let Some(position) = self.schedules.iter().position(|&other| other == handle) {
-            debug_assert!(position < self.schedules.len());
-            if self.run_next_schedule(deadline).is_err() {
-                break;
-            }
-        }
         loop {
+            while self.schedules.contains(&handle) {
+                if self.run_next_schedule(deadline).is_err() {
+                    break;
+                }
+            }
             self.settle(handle);
             let Some(started) = self.started.get(&handle).filter(|started| started.finished.is_none()) else { return };
             let (desc, begun) = (started.desc, started.begun);
-            if let Err(error) = self.step(None, deadline) {
+            let stepped = match self.step(None, deadline) {
+                Err(error) if self.is_repairable(&error) => self.repair(None, &error, deadline).map(|_| ()),
+                stepped => stepped,
+            };
+            if let Err(error) = stepped {
                 let error = self.end(error, &desc, begun);
                 if let Some(started) = self.started.get_mut(&handle) {
                     started.finished = Some(Err(error));
@@ -366,7 +417,7 @@ impl Core {
     }
 
     /// Choose the path; what was left open and can't go through the tree is a fallback, which is logged.
-    fn choose(&mut self, desc: &OpDesc, options: &CallOptions) -> Result<(Path, Option<String>), Error> {
+    pub(super) fn choose(&mut self, desc: &OpDesc, options: &CallOptions) -> Result<(Path, Option<String>), Error> {
         if self.config.world == 1 {
             return Ok((Path::Local, None));
         }
@@ -398,13 +449,19 @@ impl Core {
     fn mark(&self) -> Mark {
         let stats = self.tree.as_ref().map(Tree::stats).unwrap_or_default();
         Mark {
-            wire_bytes: stats.bytes_out + self.mesh.sent_bytes(),
-            retransmits: stats.retransmits,
+            view: self.view,
+            wire_bytes: self.past_bytes + stats.bytes_out + self.mesh.sent_bytes(),
+            retransmits: self.past_retransmits + stats.retransmits,
             at: Instant::now(),
         }
     }
 
-    fn outcome(&self, (path, transfer): (Path, Option<Transfer>), fallback: Option<String>, begun: Mark) -> Outcome {
+    pub(super) fn outcome(
+        &self,
+        (path, transfer): (Path, Option<Transfer>),
+        fallback: Option<String>,
+        begun: Mark,
+    ) -> Outcome {
         let now = self.mark();
         Outcome {
             path,
@@ -412,8 +469,14 @@ impl Core {
             fallback,
             wire_bytes: now.wire_bytes - begun.wire_bytes,
             retransmits: now.retransmits - begun.retransmits,
-            repaired: false,
+            repaired: now.view > begun.view,
         }
+    }
+
+    /// What was possible is perhaps not any more.
+    pub(super) fn forget_choices(&mut self) {
+        self.choices = Choices::default();
+        self.fallback_told = false;
     }
 
     /// The communicator ends, unless the error changed nothing.

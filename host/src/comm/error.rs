@@ -99,7 +99,7 @@ fn two(first: &OpDesc, other: &OpDesc) -> String {
 
 impl Error {
     /// A mismatch, with the two operations in an order that does not depend on who noticed.
-    fn mismatch(a: OpDesc, b: OpDesc) -> Self {
+    pub(super) fn mismatch(a: OpDesc, b: OpDesc) -> Self {
         let key = |desc: &OpDesc| (desc.collective, desc.dtype, desc.op, desc.root, desc.count);
         let (first, other) = if key(&a) <= key(&b) { (a, b) } else { (b, a) };
         Self::Mismatch { first, other }

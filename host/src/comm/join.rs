@@ -1,6 +1,7 @@
 //! How a rank becomes a member.
 
 use super::core::Core;
+use super::lost::Lost;
 use super::tree::{Tree, seating};
 use crate::choice::{Algo, Declared, Situation};
 use crate::coll::Place;
@@ -45,6 +46,10 @@ pub struct JoinConfig {
     pub udp: UdpConfig,
     /// How to reach the leaf device.
     pub attach: Attach,
+    /// Whether operations whose tree is lost are completed by the ranks, and later ones go on without it or on another
+    /// ([`Outcome::repaired`](super::Outcome::repaired) says so). The same at all ranks. Without it, the loss of the tree
+    /// is the communicator's end.
+    pub repair: bool,
 }
 
 impl JoinConfig {
@@ -63,6 +68,7 @@ impl JoinConfig {
             bind: controller.ip(),
             udp: UdpConfig::default(),
             attach: Attach::Auto,
+            repair: true,
         }
     }
 
@@ -194,15 +200,7 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
                 return Err(JoinError::Membership(format!("a tree with leaf {:?} but no way to it", tree.leaf)));
             }
             config.host = config.host.or_else(|| tree.host.clone());
-            Some(match seating(&tree, (rank, world), ranks_here, table_version) {
-                Some(seating) => {
-                    let driver = ReferenceDriver::attach(&seating);
-                    let driver = driver.map_err(|reason| JoinError::Attach { device: seating.device, reason })?;
-                    lost.attach(driver.waker());
-                    Tree::Reference(Box::new(driver))
-                }
-                None => by_packets(&config, &tree, port, table_version),
-            })
+            Some(take_seat(&config, &tree, ranks_here, table_version, (port, &lost))?)
         }
         Err(why) => {
             if world > 1 {
@@ -212,6 +210,39 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         }
     };
     Ok(Core::new(config, situation, tree, mesh, session, lost))
+}
+
+/// Take this rank's seat in a tree.
+fn take_seat(
+    config: &JoinConfig,
+    tree: &TreeMembership,
+    ranks_here: usize,
+    table_version: u32,
+    (port, lost): (UdpPort, &Lost),
+) -> Result<Tree, JoinError> {
+    let Some(seating) = seating(tree, (Rank(config.rank), config.world), ranks_here, table_version) else {
+        return Ok(by_packets(config, tree, port, table_version));
+    };
+    let driver = ReferenceDriver::attach(&seating);
+    let driver = driver.map_err(|reason| JoinError::Attach { device: seating.device, reason })?;
+    lost.attach(driver.waker());
+    Ok(Tree::Reference(Box::new(driver)))
+}
+
+/// Take this rank's seat in a later tree of its communicator.
+pub(super) fn enter(
+    config: &JoinConfig,
+    mesh: &Mesh,
+    tree: TreeMembership,
+    table_version: u32,
+    lost: &Lost,
+) -> Result<Tree, JoinError> {
+    if tree.parents.is_empty() || tree.window_max == 0 {
+        return Err(JoinError::Membership(format!("a tree with leaf {:?} but no way to it", tree.leaf)));
+    }
+    let port = UdpPort::bind(SocketAddr::new(config.bind, 0), &config.udp)?;
+    lost.set_wakers(Some(port.waker()), None);
+    take_seat(config, &tree, mesh.ranks_at(config.bind), table_version, (port, lost))
 }
 
 /// Put an endpoint on the data port.

@@ -4,9 +4,11 @@
 //! Whatever it is, it is noted before who waits is woken, and who waits looks after it was made known to be woken
 //! ([`Lost::set_wakers`]): nothing is missed, whichever came first.
 
+use super::core::Core;
 use crate::reference;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::thread;
 use sumac_hal::ids::Rank;
 use sumac_hal::udp::Waker;
 
@@ -20,6 +22,8 @@ pub(super) struct Lost {
     /// The last view whose tree is lost, and one; 0: none is.
     repairs: AtomicU32,
     wakers: Mutex<Wakers>,
+    /// Whom to repair if none of its calls does.
+    core: OnceLock<Weak<Mutex<Core>>>,
 }
 
 /// Who is woken.
@@ -35,7 +39,7 @@ impl Lost {
     pub(super) const fn new(waker: Waker) -> Self {
         let (is_set, is_cancelled) = (AtomicBool::new(false), AtomicBool::new(false));
         let wakers = Mutex::new(Wakers { port: Some(waker), reference: None });
-        Self { is_set, is_cancelled, rank: Mutex::new(None), repairs: AtomicU32::new(0), wakers }
+        Self { is_set, is_cancelled, rank: Mutex::new(None), repairs: AtomicU32::new(0), wakers, core: OnceLock::new() }
     }
 
     fn wakers(&self) -> MutexGuard<'_, Wakers> {
@@ -48,7 +52,6 @@ impl Lost {
     }
 
     /// Wake these from now on, and none else: the tree is another one. Look at what was noted before waiting on them.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for communicators that change trees"))]
     pub(super) fn set_wakers(&self, port: Option<Waker>, reference: Option<reference::Waker>) {
         *self.wakers() = Wakers { port, reference };
     }
@@ -59,15 +62,26 @@ impl Lost {
         wakers.reference.iter().for_each(reference::Waker::wake);
     }
 
+    /// Repair this communicator if none of its calls does.
+    pub(super) fn serve(&self, core: &Arc<Mutex<Core>>) {
+        // Set once, when it has joined; what was asked for before is done by its first call.
+        let _ = self.core.set(Arc::downgrade(core));
+    }
+
     /// The controller says that the tree of a view is lost.
     pub(super) fn repair(&self, view: u32) {
         self.repairs.fetch_max(view.saturating_add(1), Ordering::Release);
         self.wake();
+        let Some(core) = self.core.get().and_then(Weak::upgrade) else { return };
+        // Waits for a call that runs, which then has repaired it; the caller's thread has more to read.
+        let served = thread::Builder::new().name("repair".into()).spawn(move || super::lock(&core).serve_repair(view));
+        if let Err(error) = served {
+            tracing::error!(%error, view, "no thread for a repair: this rank takes part with its next call");
+        }
     }
 
     /// Return the first view that needs no repair as far as is known: one more than the last view whose tree is lost, 0
     /// if no tree is. A communicator at a lower view is to ask for another tree.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for communicators that change trees"))]
     pub(super) fn repair_wanted(&self) -> u32 {
         self.repairs.load(Ordering::Acquire)
     }

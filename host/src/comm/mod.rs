@@ -38,6 +38,14 @@
 //! between, which costs two copies; [`Outcome::transfer`] says which it was. Such a buffer may outlive the communicator.
 //! No call returns while the device could still write to what it was given, whatever it returns.
 //!
+//! # When a device dies
+//!
+//! Operations whose tree is lost are completed by the ranks among themselves, to the bit as the declared order says, and
+//! later ones go on through another tree if the controller has one, else by schedules: [`Outcome::repaired`],
+//! [`Outcome::fallback`] and the log say so. Ranks that are in no call take part on a thread of their own. What the death
+//! costs is the time to notice it (at once where memory is shared, else the limit for silent hops) and the movement of
+//! what is missing. [`JoinConfig::repair`] turns it off.
+//!
 //! # Progress
 //!
 //! Started operations ([`Communicator::start_all_reduce`]) own their buffer until they are waited for, so that a
@@ -56,6 +64,7 @@ mod join;
 mod lost;
 mod messages;
 mod progress;
+mod repair;
 mod split;
 mod start;
 mod tree;
@@ -126,7 +135,9 @@ impl Communicator {
         let (rank, size) = (config.rank, config.world);
         let core = join::join(config)?;
         let lost = Arc::clone(&core.lost);
-        Ok(Self { core: Arc::new(Mutex::new(core)), lost, rank, size })
+        let core = Arc::new(Mutex::new(core));
+        lost.serve(&core);
+        Ok(Self { core, lost, rank, size })
     }
 
     /// Return this rank.

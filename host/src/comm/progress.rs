@@ -29,10 +29,18 @@ pub(super) struct Lent<'c, 'b> {
     pub(super) buffers: &'c mut Buffers<'b>,
 }
 
+/// What became of a blocking call's operation in the tree.
+pub(super) enum InTheTree {
+    /// The result is in its buffers.
+    Done(Transfer),
+    /// The tree was lost before all ranks had entered the operation.
+    BeginsAgain,
+}
+
 /// The buffers of all operations in the tree: the one lent by a blocking call, and the started ones.
-struct InFlight<'c, 'b> {
-    owned: &'c mut BTreeMap<OpId, InTree>,
-    lent: Option<Lent<'c, 'b>>,
+pub(super) struct InFlight<'c, 'b> {
+    pub(super) owned: &'c mut BTreeMap<OpId, InTree>,
+    pub(super) lent: Option<Lent<'c, 'b>>,
 }
 
 impl endpoint::Buffers for InFlight<'_, '_> {
@@ -58,19 +66,31 @@ impl Core {
         extent: &Extent,
         buffers: &mut Buffers<'_>,
         deadline: Deadline,
-    ) -> Result<Option<Transfer>, Error> {
+    ) -> Result<InTheTree, Error> {
         extent.keep_own(&desc, buffers);
-        let Some((op, transfer)) = self.post(&desc, Path::Tree, Some((extent, &mut *buffers)))? else {
-            return Ok(None);
+        let posted = match self.post(&desc, Path::Tree, Some((extent, &mut *buffers))) {
+            Err(error) if self.is_repairable(&error) => {
+                self.repair(None, &error, deadline)?;
+                return Ok(InTheTree::BeginsAgain);
+            }
+            posted => posted?,
         };
+        let Some((op, transfer)) = posted else { return Ok(InTheTree::BeginsAgain) };
         while op.0 >= self.completed_below {
             let lent = Lent { op, extent, buffers: &mut *buffers };
-            self.step(Some(lent), deadline).map_err(|error| match error {
-                Error::Deadline { waited, .. } => Error::Deadline { desc, waited },
-                other => other,
-            })?;
+            match self.step(Some(lent), deadline) {
+                Ok(()) => {}
+                Err(error) if self.is_repairable(&error) => {
+                    let lent = Lent { op, extent, buffers: &mut *buffers };
+                    let completed_below = self.repair(Some(lent), &error, deadline)?;
+                    let is_complete = op < completed_below;
+                    return Ok(if is_complete { InTheTree::Done(transfer) } else { InTheTree::BeginsAgain });
+                }
+                Err(Error::Deadline { waited, .. }) => return Err(Error::Deadline { desc, waited }),
+                Err(error) => return Err(error),
+            }
         }
-        Ok(Some(transfer))
+        Ok(InTheTree::Done(transfer))
     }
 
     /// Drive the tree once and wait for the next packet.
@@ -85,6 +105,9 @@ impl Core {
         }
         if self.lost.is_cancelled() {
             return Err(Error::Cancelled);
+        }
+        if self.lost.repair_wanted() > self.view {
+            return Err(Error::PathLost);
         }
         let now = Instant::now();
         if now >= at {

@@ -6,6 +6,7 @@ use crate::controller::proto::TreeMembership;
 use crate::endpoint::{self, EndpointError, EndpointStats, Event, OpId};
 use crate::exec::{Buffers, TreeDriver};
 use crate::reference::{Places, ReferenceDriver, Seating, Transfer};
+use crate::repair::Remains;
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 use sumac_hal::ids::Rank;
@@ -117,6 +118,22 @@ impl Tree {
             // What is in packets is copied by this side alone.
             Self::Packets(_) => {}
             Self::Reference(driver) => driver.retire(),
+        }
+    }
+
+    /// End the group; what its device had for this rank is in the rank's buffers afterwards, and nothing follows.
+    pub(super) fn salvage(&mut self, buffers: &mut impl endpoint::Buffers) {
+        match self {
+            Self::Packets(driver) => driver.endpoint_mut().close(),
+            Self::Reference(driver) => driver.salvage(buffers),
+        }
+    }
+
+    /// Return what is left of the group at this rank.
+    pub(super) fn remains(&self) -> &dyn Remains {
+        match self {
+            Self::Packets(driver) => driver.endpoint(),
+            Self::Reference(driver) => &**driver,
         }
     }
 

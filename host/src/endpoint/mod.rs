@@ -19,9 +19,10 @@ mod receive;
 mod tests;
 
 pub use ops::{Buffers, OpId};
-pub(crate) use ops::{MAX_OPS, Op, Ops, Part, Seat};
+pub(crate) use ops::{Keep, MAX_OPS, Op, Ops, Part, Seat};
 
 use crate::reference::Breach;
+use crate::repair::Remains;
 use std::collections::VecDeque;
 use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
 use sumac_hal::mmio::EntryStatus;
@@ -346,6 +347,11 @@ impl Endpoint {
         self.window.clamp(1, self.config.window_max)
     }
 
+    /// End the group, for what its user found out.
+    pub(crate) fn close(&mut self) {
+        self.fail(EndpointError::PathLost);
+    }
+
     fn next_packet<'b>(&mut self, buffers: &'b impl Buffers, now: Instant) -> Option<Outgoing<'b>> {
         if self.failed.is_some() {
             return None;
@@ -458,6 +464,22 @@ impl Endpoint {
         self.failed.get_or_insert(error);
         self.replies.clear();
         self.again.clear();
+    }
+}
+
+impl Remains for Endpoint {
+    fn ops(&self) -> &Ops {
+        &self.ops
+    }
+
+    fn is_answered(&self, seq: u64) -> bool {
+        let index = self.shard_of(seq);
+        self.hops[index].is_answered(self.shard(index).below(ChunkNo(seq)))
+    }
+
+    /// Packets bring results to their own place; nobody else has them.
+    fn published(&self, _: u64, _: &mut [u8]) -> bool {
+        false
     }
 }
 

@@ -71,6 +71,47 @@ pub(crate) struct Seat {
     pub(crate) ranks: u32,
 }
 
+/// Which bytes a rank keeps of a chunk once its operation has returned.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Keep {
+    /// Nothing that another could need.
+    Nothing,
+    /// Of the output: the whole result.
+    Result(Range<usize>),
+    /// Of the input: the whole result as well, as nothing is added to it.
+    Own(Range<usize>),
+    /// Of the input: this rank's contribution.
+    Contribution(Range<usize>),
+}
+
+/// An operation that has returned, while other ranks may still lack results of it (PROTOCOL 5).
+#[derive(Debug)]
+pub(crate) struct Kept {
+    pub(crate) op: Op,
+    /// The first of its chunks that may be lacking.
+    pub(crate) from: u64,
+    /// What is kept of the chunks from there on, one behind the other; empty where it is kept elsewhere.
+    pub(crate) bytes: Vec<u8>,
+}
+
+impl Kept {
+    /// Return what is kept of a chunk.
+    pub(crate) fn of_chunk(&self, seq: u64) -> &[u8] {
+        let before: usize = (self.from..seq).map(|seq| self.op.keep(seq).len()).sum();
+        self.bytes.get(before..before + self.op.keep(seq).len()).unwrap_or_default()
+    }
+}
+
+impl Keep {
+    /// Return how many bytes they are.
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::Nothing => 0,
+            Self::Result(range) | Self::Own(range) | Self::Contribution(range) => range.len(),
+        }
+    }
+}
+
 /// One posted operation.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Op {
@@ -87,9 +128,38 @@ pub(crate) struct Op {
 }
 
 impl Op {
+    /// Return its first seq.
+    pub(crate) const fn first(&self) -> u64 {
+        self.first
+    }
+
     /// Return the seq after its last.
     pub(crate) const fn end(&self) -> u64 {
         self.end
+    }
+
+    /// Tell whether it moves elements through the tree.
+    pub(crate) fn moves(&self) -> bool {
+        self.element_bytes().is_some()
+    }
+
+    /// Return the length of the whole result of chunk `seq` in bytes, as it lies in buffers.
+    pub(crate) fn result_len(&self, seq: u64) -> usize {
+        self.element_bytes().map_or(0, |element| self.chunk(seq - self.first).1.len * element)
+    }
+
+    /// Return what this rank has of chunk `seq`, once it has its answer, that another may need: a result that it has
+    /// whole, else its own contribution.
+    pub(crate) fn keep(&self, seq: u64) -> Keep {
+        let Part { gives, takes } = self.part(seq);
+        match (self.desc.collective, gives, takes) {
+            (Collective::AllReduce, _, Some(landing)) => Keep::Result(landing.at..landing.at + landing.result_len),
+            (Collective::Broadcast | Collective::AllGather, Some(own), _) => Keep::Own(own),
+            // The root is the only one that needs the result, and has it.
+            (Collective::Reduce, Some(_), Some(_)) => Keep::Nothing,
+            (Collective::Reduce | Collective::ReduceScatter, Some(own), _) => Keep::Contribution(own),
+            _ => Keep::Nothing,
+        }
     }
 
     /// Return the bytes of a chunk that is not the last of its block, as they lie in buffers; 0 if none are moved.
@@ -171,6 +241,12 @@ fn chunks_before(count: u64, blocks: u32, chunk_elements: u64, block: u32) -> u6
 #[derive(Debug)]
 pub(crate) struct Ops {
     queue: VecDeque<Op>,
+    /// Those that moved elements and have returned, the newest last.
+    kept: VecDeque<Kept>,
+    /// How many of `kept` are new: they have not been seen by [`Ops::newly_kept`].
+    unseen: usize,
+    /// Memory of operations that are not kept any more.
+    spare: Vec<Vec<u8>>,
     completed: VecDeque<OpId>,
     next_id: u64,
     /// The seq after the last posted.
@@ -183,6 +259,9 @@ impl Ops {
     pub(crate) fn new(chunk_len_bytes: usize, seat: Seat) -> Self {
         Self {
             queue: VecDeque::with_capacity(MAX_OPS),
+            kept: VecDeque::with_capacity(MAX_OPS),
+            unseen: 0,
+            spare: Vec::with_capacity(MAX_OPS),
             completed: VecDeque::with_capacity(MAX_OPS),
             next_id: 0,
             end: 0,
@@ -241,10 +320,59 @@ impl Ops {
 
     /// Complete what is complete, in the order of posting.
     fn retire(&mut self) {
-        while let Some(op) = self.queue.front().filter(|op| op.landed == op.end - op.first) {
+        while let Some(op) = self.queue.pop_front_if(|op| op.landed == op.end - op.first) {
             self.completed.push_back(op.id);
-            self.queue.pop_front();
+            if op.moves() {
+                if self.kept.len() == MAX_OPS {
+                    self.forget();
+                }
+                let bytes = self.spare.pop().unwrap_or_default();
+                self.kept.push_back(Kept { op, from: op.first, bytes });
+                self.unseen = (self.unseen + 1).min(MAX_OPS);
+            }
         }
+    }
+
+    /// Describe an operation that this rank may not know any more.
+    pub(crate) fn describe(&self, desc: OpDesc, (first, end): (u64, u64)) -> Op {
+        let (chunk_elements, seat) = (self.chunk_elements(&desc), self.seat);
+        Op { id: OpId(u64::MAX), desc, signature: 0, seat, first, end, landed: 0, chunk_elements }
+    }
+
+    fn forget(&mut self) {
+        if let Some(mut kept) = self.kept.pop_front() {
+            kept.bytes.clear();
+            self.spare.push(kept.bytes);
+            self.unseen = self.unseen.min(self.kept.len());
+        }
+    }
+
+    /// Keep no operation of which every rank has every result: those that end at `stable` or below.
+    pub(crate) fn forget_below(&mut self, stable: u64) {
+        while self.kept.front().is_some_and(|kept| kept.op.end <= stable) {
+            self.forget();
+        }
+    }
+
+    /// Return the operations that are kept since this was called last.
+    pub(crate) fn newly_kept(&mut self) -> impl Iterator<Item = &mut Kept> {
+        let seen = self.kept.len() - std::mem::take(&mut self.unseen);
+        self.kept.range_mut(seen..)
+    }
+
+    /// Return the operations that have returned and are kept, oldest first.
+    pub(crate) fn kept(&self) -> impl Iterator<Item = &Kept> {
+        self.kept.iter()
+    }
+
+    /// Return the operations in flight, oldest first.
+    pub(crate) fn in_flight(&self) -> impl Iterator<Item = &Op> {
+        self.queue.iter()
+    }
+
+    /// Return the number of the next operation.
+    pub(crate) const fn next_id(&self) -> OpId {
+        OpId(self.next_id)
     }
 
     pub(crate) fn pop_completed(&mut self) -> Option<OpId> {

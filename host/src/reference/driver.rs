@@ -142,8 +142,8 @@ impl ReferenceDriver {
         let region = Region::create(len_bytes, Pages::Normal)?;
         let handle = self.next_handle;
         self.next_handle += 1;
-        hand_over(&self.connection, handle, &region)?;
-        let registered = self.register(handle, len_bytes);
+        let handed = hand_over(&self.connection, handle, &region);
+        let registered = handed.and_then(|()| self.register(handle, len_bytes));
         match registered {
             Err(RegisterError::Broken(breach)) => self.endpoint.fail(breach.into()),
             Err(RegisterError::Gone) => self.endpoint.fail(EndpointError::DeviceLost),
@@ -392,5 +392,8 @@ impl Drop for ReferenceDriver {
 
 fn hand_over(connection: &Connection, handle: u64, region: &Region) -> Result<(), RegisterError> {
     let sent = connection.send(&Message::Memory { handle }, Some(region.file()));
-    sent.map_err(|error| RegisterError::Socket(error.to_string()))
+    sent.map_err(|error| match error {
+        SocketError::Closed => RegisterError::Gone,
+        error => RegisterError::Socket(error.to_string()),
+    })
 }

@@ -340,6 +340,28 @@ impl ReferenceEndpoint {
         open.filter_map(|(chunk, seq)| chunk.dst.map(|(address, len)| (ChunkNo(seq), address, len)))
     }
 
+    /// Return the operations.
+    pub(crate) const fn ops(&self) -> &Ops {
+        &self.ops
+    }
+
+    /// Tell whether the result of a chunk is in the caller's buffer.
+    pub(crate) fn has_landed(&self, seq: u64) -> bool {
+        let chunk = seq.checked_sub(self.have).map(|index| self.chunks.get(index as usize));
+        chunk.is_none_or(|chunk| chunk.is_some_and(|chunk| chunk.state == State::Landed))
+    }
+
+    /// Return each chunk that is submitted and has not landed, with what this rank has to do with it.
+    pub(super) fn open(&self) -> Vec<(u64, OpId, Part)> {
+        let open = self.chunks.iter().zip(self.have..).filter(|(chunk, _)| chunk.state != State::Landed);
+        open.filter_map(|(_, seq)| self.ops.of_seq(seq).map(|op| (seq, op.id, op.part(seq)))).collect()
+    }
+
+    /// The result of a chunk was copied to the caller's buffer, as the device had not said so.
+    pub(super) fn salvaged(&mut self, seq: u64) {
+        self.chunks[(seq - self.have) as usize].state = State::Landed;
+    }
+
     fn next(&self) -> u64 {
         self.have + self.chunks.len() as u64
     }
@@ -418,6 +440,8 @@ impl ReferenceEndpoint {
                 if landed {
                     self.land(from as usize..end as usize, status, drain)?;
                     self.stable = self.stable.max(stable);
+                    // Results stay in redo slots, so that nothing has to be kept here.
+                    self.ops.forget_below(self.stable.0);
                 } else {
                     self.refuse(from as usize..end as usize, status)?;
                 }

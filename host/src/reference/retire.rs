@@ -16,6 +16,8 @@
 
 use super::driver::ReferenceDriver;
 use super::error::RegisterError;
+use crate::endpoint::{Buffers, Ops};
+use crate::repair::Remains;
 use std::sync::PoisonError;
 use std::time::Duration;
 use sumac_hal::dma::Address;
@@ -71,6 +73,22 @@ impl ReferenceDriver {
         self.is_retired = true;
         if fence != Fence::Nothing {
             tracing::debug!(device = self.device, ?fence, recovered, "group ended with chunks in flight");
+        }
+    }
+
+    /// End the group, and land in `buffers` what was published and perhaps not delivered, be it by way of the bounce
+    /// buffer.
+    pub(crate) fn salvage(&mut self, buffers: &mut impl Buffers) {
+        self.retire();
+        let view = (self.config.group, self.config.epoch);
+        let mut result = vec![0; usize::from(self.config.chunk_len_bytes)];
+        for (seq, op, part) in self.endpoint.open() {
+            let Some(landing) = part.takes else { continue };
+            if self.redo.published(view, seq, &mut result[..landing.result_len]) {
+                let part = &result[landing.part];
+                buffers.output(op)[landing.at..][..part.len()].copy_from_slice(part);
+                self.endpoint.salvaged(seq);
+            }
         }
     }
 
@@ -131,5 +149,19 @@ impl ReferenceDriver {
             }
         }
         recovered
+    }
+}
+
+impl Remains for ReferenceDriver {
+    fn ops(&self) -> &Ops {
+        self.endpoint.ops()
+    }
+
+    fn is_answered(&self, seq: u64) -> bool {
+        self.endpoint.has_landed(seq)
+    }
+
+    fn published(&self, seq: u64, result: &mut [u8]) -> bool {
+        self.redo.published((self.config.group, self.config.epoch), seq, result)
     }
 }

@@ -87,7 +87,20 @@ impl Cluster {
         });
         let (controller, job, deadline_ms) = (self.addr, format!("job{}", self.jobs), deadline.as_millis() as u64);
         let (elements, rounds_values) = (ELEMENTS, false);
-        Task { controller, job, rank: 0, ranks, memory, elements, rounds_values, chunk_bytes, rounds, deadline_ms }
+        let repair = false;
+        Task {
+            controller,
+            job,
+            rank: 0,
+            ranks,
+            memory,
+            elements,
+            rounds_values,
+            chunk_bytes,
+            rounds,
+            deadline_ms,
+            repair,
+        }
     }
 
     /// Start a job's ranks.

@@ -53,6 +53,8 @@ pub(crate) struct Task {
     pub(crate) rounds: u64,
     /// Of each, and of joining.
     pub(crate) deadline_ms: u64,
+    /// Whether a lost tree is got over.
+    pub(crate) repair: bool,
 }
 
 /// A round that begins now, and how long the one before took.

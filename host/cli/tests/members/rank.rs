@@ -22,6 +22,7 @@ pub(crate) fn run(task: &Task, mut looks: impl Read) {
         algo: Algo::Tree,
         deadline: Duration::from_millis(task.deadline_ms),
         join_timeout: Duration::from_millis(task.deadline_ms),
+        repair: task.repair,
         attach: if task.memory == Memory::Packets { Attach::Udp } else { Attach::Shm },
         ..JoinConfig::new(task.controller, task.job.clone(), task.rank, task.ranks)
     };

@@ -1,0 +1,198 @@
+//! From all ranks' ledgers to what is done, the same at every rank.
+
+use super::ledger::{Ledger, OpEntry};
+use sumac_hal::ids::{ChunkNo, Rank};
+use sumac_hal::op::OpDesc;
+use thiserror::Error;
+
+/// Where the results of a piece come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// A rank that has them.
+    Held(Rank),
+    /// All ranks' contributions.
+    Recompute,
+}
+
+/// Chunks of one operation that are treated alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Piece {
+    /// The operation.
+    pub(crate) op: OpEntry,
+    /// The first of the chunks.
+    pub(crate) first: u64,
+    /// The seq after the last.
+    pub(crate) end: u64,
+    /// Where the results come from.
+    pub(crate) source: Source,
+}
+
+/// What is done about a lost tree.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Plan {
+    /// Operations that end here or below are complete afterwards; those behind begin again.
+    pub(crate) cut: u64,
+    /// What is to be moved or computed, in the order of seqs.
+    pub(crate) pieces: Vec<Piece>,
+}
+
+/// Why nothing can be done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub(crate) enum Unrepairable {
+    /// Ranks called different things.
+    #[error("ranks called different operations: one {first}, another {other}")]
+    Mismatch {
+        /// One of them.
+        first: OpDesc,
+        /// Another.
+        other: OpDesc,
+    },
+    /// A result is nowhere, and a contribution to it is gone.
+    #[error("{chunk} is lost: nobody has its result, and {rank} no longer has its contribution")]
+    Forgotten {
+        /// The chunk.
+        chunk: ChunkNo,
+        /// Who can't contribute any more.
+        rank: Rank,
+    },
+}
+
+/// Work out what is to be done; `ledgers` holds every rank's, in order of rank.
+///
+/// # Errors
+/// [`Unrepairable`], the same at all ranks.
+pub(crate) fn plan(ledgers: &[Ledger]) -> Result<Plan, Unrepairable> {
+    let cut = ledgers.iter().map(Ledger::posted).min().unwrap_or(0);
+    let ops = agreed(ledgers, cut)?;
+    let mut pieces: Vec<Piece> = Vec::new();
+    for op in ops {
+        let mut seq = op.first;
+        while seq < op.end {
+            let first = seq;
+            let classes = || ledgers.iter().map(|ledger| ledger.class(first));
+            let end = classes().map(|(_, end)| end).min().unwrap_or(op.end).min(op.end);
+            seq = end;
+            if !classes().any(|(class, _)| class.needs) {
+                continue;
+            }
+            let ranks = (0..).map(Rank);
+            let source = match ranks.clone().zip(classes()).find(|(_, (class, _))| class.holds) {
+                Some((holder, _)) => Source::Held(holder),
+                None => match ranks.zip(classes()).find(|(_, (class, _))| !class.gives) {
+                    Some((rank, _)) => return Err(Unrepairable::Forgotten { chunk: ChunkNo(first), rank }),
+                    None => Source::Recompute,
+                },
+            };
+            match pieces.last_mut() {
+                Some(last) if (last.op, last.end, last.source) == (op, first, source) => last.end = end,
+                _ => pieces.push(Piece { op, first, end, source }),
+            }
+        }
+    }
+    Ok(Plan { cut, pieces })
+}
+
+/// Return the operations below the cut that move elements, once each, if all ranks mean the same by them.
+fn agreed(ledgers: &[Ledger], cut: u64) -> Result<Vec<OpEntry>, Unrepairable> {
+    let mut ops: Vec<OpEntry> =
+        ledgers.iter().flat_map(|ledger| &ledger.ops).filter(|op| op.first < cut).copied().collect();
+    ops.sort_by_key(|op| op.first);
+    ops.dedup();
+    match ops.windows(2).find(|pair| pair[1].first < pair[0].end) {
+        Some(pair) => Err(Unrepairable::Mismatch { first: pair[0].desc, other: pair[1].desc }),
+        None => Ok(ops.into_iter().filter(|op| op.moves).collect()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::ledger::Class;
+    use super::*;
+    use proptest::prelude::*;
+    use sumac_hal::op::{Dtype, ReduceOp};
+
+    fn op(first: u64, end: u64) -> OpEntry {
+        let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, end - first);
+        OpEntry { first, end, desc, moves: true }
+    }
+
+    /// A ledger of one all-reduce: `o` has the result, `-` needs it.
+    fn ledger(first: u64, chunks: &str) -> Ledger {
+        let bytes = chunks.as_bytes();
+        let mut ledger = Ledger::new(first);
+        ledger.push(op(first, first + bytes.len() as u64), first, |seq| {
+            let holds = bytes[(seq - first) as usize] == b'o';
+            Class { needs: !holds, holds, gives: !holds }
+        });
+        ledger
+    }
+
+    fn pieces(ledgers: &[Ledger]) -> Vec<(u64, u64, Source)> {
+        let plan = plan(ledgers).expect("a plan");
+        plan.pieces.iter().map(|piece| (piece.first, piece.end, piece.source)).collect()
+    }
+
+    #[test]
+    fn who_has_a_result_gives_it_and_what_nobody_has_is_computed_again() {
+        let ledgers = [ledger(10, "oo----"), ledger(10, "o-oo--"), ledger(10, "oooo--")];
+        let (from, again) = (|rank| Source::Held(Rank(rank)), Source::Recompute);
+        assert_eq!(pieces(&ledgers), [(11, 12, from(0)), (12, 14, from(1)), (14, 16, again)]);
+        assert_eq!(plan(&ledgers).expect("a plan").cut, 16);
+    }
+
+    #[test]
+    fn what_not_all_have_entered_begins_again() {
+        let mut ahead = ledger(0, "oo");
+        ahead.push(op(2, 5), 2, |_| Class { needs: true, ..Class::default() });
+        let plan = plan(&[ahead, ledger(0, "oo")]).expect("a plan");
+        assert_eq!((plan.cut, plan.pieces.len()), (2, 0));
+    }
+
+    #[test]
+    fn different_operations_are_named() {
+        let (a, b) = (ledger(0, "---"), ledger(0, "----"));
+        assert!(matches!(plan(&[a, b]), Err(Unrepairable::Mismatch { .. })));
+    }
+
+    #[test]
+    fn a_contribution_that_is_gone_is_named() {
+        let gone = Ledger::new(4);
+        let error = plan(&[ledger(0, "----"), gone.clone()]).expect_err("nothing to be had");
+        assert_eq!(error, Unrepairable::Forgotten { chunk: ChunkNo(0), rank: Rank(1) });
+        // Not if somebody has it.
+        assert_eq!(pieces(&[ledger(0, "----"), ledger(0, "oooo"), gone]), [(0, 4, Source::Held(Rank(1)))]);
+    }
+
+    #[test]
+    fn nonsense_of_a_peer_is_found() {
+        assert!(ledger(0, "o-").is_sound() && Ledger::new(u64::MAX).is_sound());
+        let mut late = ledger(7, "o-");
+        late.from = u64::MAX;
+        assert!(!late.is_sound());
+        let mut behind = ledger(0, "o-");
+        behind.ops[0].end = 3;
+        assert!(!behind.is_sound());
+    }
+
+    proptest! {
+        /// Every chunk that somebody needs is in one piece, from somebody who has it if there is one.
+        #[test]
+        fn every_need_is_met_once(chunks in proptest::collection::vec("[o-]{24}", 1..5)) {
+            let ledgers: Vec<_> = chunks.iter().map(|chunks| ledger(100, chunks)).collect();
+            let plan = plan(&ledgers).expect("a plan");
+            prop_assert!(plan.pieces.windows(2).all(|pair| pair[0].end <= pair[1].first));
+            for seq in 100..124 {
+                let has = |rank: usize| chunks[rank].as_bytes()[seq as usize - 100] == b'o';
+                let piece = plan.pieces.iter().find(|piece| (piece.first..piece.end).contains(&seq));
+                let all = (0..chunks.len()).all(has);
+                prop_assert_eq!(piece.is_some(), !all);
+                match piece.map(|piece| piece.source) {
+                    Some(Source::Held(rank)) => prop_assert!(has(rank.0 as usize)),
+                    Some(Source::Recompute) => prop_assert!(!(0..chunks.len()).any(has)),
+                    None => {}
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! What is left of a tree at this rank, however it was attached.
+
+use super::ledger::{Class, Ledger, OpEntry};
+use crate::endpoint::{Buffers, Keep, Op, Ops};
+
+/// A rank's side of a group that is over: it takes in nothing more, and nobody writes to its buffers any more.
+pub(crate) trait Remains {
+    /// The operations.
+    fn ops(&self) -> &Ops;
+
+    /// Tell whether this rank has its answer to a chunk of an operation in flight.
+    fn is_answered(&self, seq: u64) -> bool;
+
+    /// Read the whole result of a chunk from where its device had published it; false, and anything in `result`, if
+    /// that is not to be had.
+    fn published(&self, seq: u64, result: &mut [u8]) -> bool;
+}
+
+/// Describe what this rank has.
+pub(crate) fn ledger(remains: &dyn Remains) -> Ledger {
+    let ops = remains.ops();
+    let kept = ops.kept().map(|kept| (&kept.op, kept.from.min(kept.op.end() - 1), Some(!kept.bytes.is_empty())));
+    let mut parts = kept.chain(ops.in_flight().map(|op| (op, op.first(), None))).peekable();
+    let mut ledger = Ledger::new(parts.peek().map_or(ops.end(), |(_, from, _)| *from));
+    let mut published = Vec::new();
+    for (op, from, bytes) in parts {
+        let (has_returned, has_bytes) = (bytes.is_some(), bytes.unwrap_or(false));
+        ledger.skip_to(from);
+        let entry = OpEntry { first: op.first(), end: op.end(), desc: op.desc, moves: op.moves() };
+        ledger.push(entry, from, |seq| {
+            let is_answered = has_returned || remains.is_answered(seq);
+            let keep = op.keep(seq);
+            // A result in place has overwritten it.
+            let overwritten = is_answered && matches!(keep, Keep::Result(_));
+            let gives = if has_returned { matches!(keep, Keep::Contribution(_)) && has_bytes } else { !overwritten };
+            let holds = match keep {
+                Keep::Result(_) if is_answered && (has_bytes || !has_returned) => true,
+                Keep::Own(_) if has_bytes || !has_returned => true,
+                _ => {
+                    published.resize(op.result_len(seq), 0);
+                    op.moves() && remains.published(seq, &mut published)
+                }
+            };
+            Class { needs: !is_answered && op.part(seq).takes.is_some(), holds, gives }
+        });
+    }
+    ledger.skip_to(ops.end());
+    ledger
+}
+
+/// Append the result of a chunk that this rank holds.
+pub(crate) fn give_result(remains: &dyn Remains, seq: u64, buffers: &mut dyn Buffers, to: &mut Vec<u8>) {
+    if let Some(op) = remains.ops().of_seq(seq) {
+        match op.keep(seq) {
+            Keep::Result(range) if remains.is_answered(seq) => {
+                return to.extend_from_slice(&buffers.output(op.id)[range]);
+            }
+            Keep::Own(range) => return to.extend_from_slice(&buffers.input(op.id)[range]),
+            _ => return give_published(remains, &op, seq, to),
+        }
+    }
+    let Some(kept) = remains.ops().kept().find(|kept| (kept.from..kept.op.end()).contains(&seq)) else { return };
+    match kept.of_chunk(seq) {
+        [] => give_published(remains, &kept.op, seq, to),
+        bytes => to.extend_from_slice(bytes),
+    }
+}
+
+fn give_published(remains: &dyn Remains, op: &Op, seq: u64, to: &mut Vec<u8>) {
+    let at = to.len();
+    to.resize(at + op.result_len(seq), 0);
+    // It was there when the ledger was made, and the device is fenced since.
+    let found = remains.published(seq, &mut to[at..]);
+    debug_assert!(found, "a result that was held: chunk {seq}");
+}
+
+/// Append this rank's contribution to a chunk.
+pub(crate) fn give_contribution(remains: &dyn Remains, seq: u64, buffers: &dyn Buffers, to: &mut Vec<u8>) {
+    if let Some(op) = remains.ops().of_seq(seq) {
+        to.extend_from_slice(op.part(seq).gives.map_or(&[], |range| &buffers.input(op.id)[range]));
+    } else if let Some(kept) = remains.ops().kept().find(|kept| (kept.from..kept.op.end()).contains(&seq)) {
+        to.extend_from_slice(kept.of_chunk(seq));
+    }
+}
+
+/// Land the whole result of a chunk, if this rank waits for it.
+pub(crate) fn land(remains: &dyn Remains, seq: u64, result: &[u8], buffers: &mut dyn Buffers) {
+    let Some(op) = remains.ops().of_seq(seq).filter(|_| !remains.is_answered(seq)) else { return };
+    if let Some(landing) = op.part(seq).takes {
+        let part = &result[landing.part];
+        buffers.output(op.id)[landing.at..][..part.len()].copy_from_slice(part);
+    }
+}
+
+/// Return the length of a piece's chunks' results in bytes; all ranks have the same, whatever they know of the operation.
+pub(crate) fn result_lens(remains: &dyn Remains, entry: &OpEntry) -> impl Fn(u64) -> usize + use<> {
+    let op = remains.ops().describe(entry.desc, (entry.first, entry.end));
+    move |seq| op.result_len(seq)
+}
