@@ -166,6 +166,21 @@ fn ranks_on_the_devices_machine_contribute_by_reference() {
     assert_eq!((told.by_reference, &report.devices[0].bus), (2, &bus(1 << 20)));
 }
 
+/// What a device or a rank has left from one life of the controller must not pass for the next one's (PROTOCOL 4).
+#[test]
+fn a_controller_that_starts_again_gives_out_no_view_of_before() {
+    let started_ms = 1_750_000_000_000;
+    let views = [started_ms, started_ms + 1].map(|started_ms| {
+        let config = ControllerConfig { started_ms: Some(started_ms), ..ControllerConfig::new() };
+        let controller = Controller::start(config).expect("a port");
+        let _device = Device::start(&controller, "leaf0", bus(1 << 20), None);
+        let jobs = ["first", "second"].map(|job| join(&controller, job, &[AUTO]));
+        jobs.map(|ranks| (tree(&ranks[0]).group, tree(&ranks[0]).epoch))
+    });
+    let [[a, b], [c, d]] = views;
+    assert!(a != b && c != d && ![a, b].contains(&c) && ![a, b].contains(&d), "{views:?}");
+}
+
 #[test]
 fn each_rank_attaches_as_it_can_and_likes() {
     let controller = controller();
