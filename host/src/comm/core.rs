@@ -71,6 +71,8 @@ struct Started {
     tree_op: Option<OpId>,
     transfer: Option<Transfer>,
     begun: Mark,
+    /// When it was first tested: who only tests it waits from then on.
+    tested: Option<Instant>,
     /// A schedule's buffers; `None` for the tree's, which the endpoint works on.
     buffers: Option<Owned>,
     finished: Option<Result<Outcome, Error>>,
@@ -248,8 +250,9 @@ impl Core {
         }
         let begun = self.mark();
         let handle = self.next_handle;
+        let (tested, finished) = (None, None);
         let mut started =
-            Started { desc, path, fallback, tree_op: None, transfer: None, begun, buffers: None, finished: None };
+            Started { desc, path, fallback, tree_op: None, transfer: None, begun, tested, buffers: None, finished };
         if path == Path::Tree {
             extent.keep_own(&desc, &mut owned.lend());
             if let Some((op, transfer)) = self.post(&desc, path, Some((&extent, &mut owned.lend())))? {
@@ -267,16 +270,24 @@ impl Core {
         Ok(handle)
     }
 
-    /// Tell whether a started operation has ended; drives what can be driven without waiting. A schedule is run,
-    /// which takes as long as it takes.
+    /// Tell whether a started operation has ended, with a result or an error; drives what can be driven without
+    /// waiting. A schedule is run, which takes as long as it takes.
     pub(super) fn test(&mut self, handle: u64, options: &CallOptions) -> bool {
-        let deadline = self.deadline(options);
+        let (at, limit) = self.deadline(options);
         if self.schedules.contains(&handle) {
-            self.wait_for(handle, deadline);
+            self.wait_for(handle, (at, limit));
             return true;
         }
-        self.pump(None);
         self.settle(handle);
+        if let Some(started) = self.started.get_mut(&handle).filter(|started| started.finished.is_none()) {
+            let (desc, begun) = (started.desc, started.begun);
+            let waited = started.tested.get_or_insert_with(Instant::now).elapsed();
+            // What ends a wait ends this, too: nobody else may ever look.
+            if let Err(error) = self.advance(None, (at - waited, limit)) {
+                self.end(error, &desc, begun);
+            }
+            self.settle(handle);
+        }
         self.started.get(&handle).is_none_or(|started| started.finished.is_some())
     }
 
@@ -420,6 +431,7 @@ impl Core {
     fn end(&mut self, error: Error, desc: &OpDesc, begun: Mark) -> Error {
         let error = match error {
             Error::Schedule(ExecError::Deadline { .. }) => Error::Deadline { desc: *desc, waited: begun.at.elapsed() },
+            Error::Deadline { waited, .. } => Error::Deadline { desc: *desc, waited },
             other => other,
         };
         if !error.is_harmless() && self.ended.is_none() {
