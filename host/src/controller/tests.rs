@@ -249,6 +249,22 @@ fn the_window_fits_the_memory_for_redo_slots() {
 }
 
 #[test]
+fn chunks_of_leaves_that_turn_to_packets_are_as_long_as_packets_carry() {
+    // An engine takes 896 bytes in whole cache lines; packets, 944 or what they are limited to.
+    for (chunk_max_bytes, expected) in [(944, 944), (512, 512)] {
+        let config = ControllerConfig { chunk_max_bytes, reference_chunk_max_bytes: 896, ..ControllerConfig::new() };
+        let controller = Controller::start(config).expect("a port");
+        let device = Device::start(&controller, "leaf0", bus(4 * (64 + 2 * 896)), None);
+        let first = join(&controller, "by reference", &[AUTO, AUTO]);
+        assert_eq!((tree(&first[0]).chunk_len_bytes, device.group().chunk_len_bytes), (896, 896));
+        // No room for another's redo slots is left.
+        let second = join(&controller, "by packets", &[AUTO, AUTO]);
+        assert_eq!(tree(&second[0]).bus, None);
+        assert_eq!((tree(&second[0]).chunk_len_bytes, device.group().chunk_len_bytes), (expected, expected));
+    }
+}
+
+#[test]
 fn a_device_that_refuses_its_bus_gets_packets_unless_a_rank_insists() {
     for refusal in [Refusal::NoBus(NoBus::Engine), Refusal::NoRedoMemory { need: 7 }] {
         let controller = controller();
