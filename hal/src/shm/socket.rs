@@ -17,9 +17,9 @@
 //! the redo slots of the rank's group. From then on only memory is handed over, and either side's end is seen.
 
 use super::peer::{Peer, PeerError};
+use super::ready::readable;
 use crate::ids::{ChildIndex, GroupId};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::sockopt::socket_peercred;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -192,10 +192,10 @@ impl Listener {
     /// # Errors
     /// [`SocketError`]; of a rank that may not, or is gone already: the next one may be welcome.
     pub fn accept(&self, timeout: Duration) -> Result<Option<Connection>, SocketError> {
-        if !readable(self.socket.as_fd(), timeout)? {
+        if !wait(&self.socket, timeout)? {
             return Ok(None);
         }
-        let socket = accept_with(&self.socket, SocketFlags::CLOEXEC);
+        let socket = retry_on_intr(|| accept_with(&self.socket, SocketFlags::CLOEXEC));
         let socket = socket.map_err(|errno| SocketError::System { call: "accept", errno })?;
         Connection::new(socket).map(Some)
     }
@@ -253,7 +253,8 @@ impl Connection {
             // There is room for one.
             control.push(SendAncillaryMessage::ScmRights(&files));
         }
-        match sendmsg(&self.socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL) {
+        let mut send = || sendmsg(&self.socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL);
+        match retry_on_intr(&mut send) {
             Ok(_) => Ok(()),
             Err(Errno::PIPE | Errno::CONNRESET) => Err(SocketError::Closed),
             Err(errno) => Err(SocketError::System { call: "sendmsg", errno }),
@@ -265,13 +266,15 @@ impl Connection {
     /// # Errors
     /// [`SocketError`]; after [`SocketError::Malformed`] the peer is not to be believed any more.
     pub fn receive(&self, timeout: Duration) -> Result<Received, SocketError> {
-        if !readable(self.socket.as_fd(), timeout)? {
+        if !wait(&self.socket, timeout)? {
             return Err(SocketError::Timeout(timeout));
         }
         let mut bytes = [0; MESSAGE_LEN + 1];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
-        let received = recvmsg(&self.socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC);
+        let received = retry_on_intr(|| {
+            recvmsg(&self.socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)
+        });
         let len = match received {
             Ok(received) => received.bytes,
             Err(Errno::CONNRESET) => 0,
@@ -348,12 +351,7 @@ impl Message {
     }
 }
 
-fn readable(socket: BorrowedFd<'_>, timeout: Duration) -> Result<bool, SocketError> {
-    let timeout = Timespec::try_from(timeout).ok();
-    let mut fds = [PollFd::new(&socket, PollFlags::IN)];
-    match poll(&mut fds, timeout.as_ref()) {
-        Ok(ready) => Ok(ready > 0),
-        Err(Errno::INTR) => Ok(false),
-        Err(errno) => Err(SocketError::System { call: "poll", errno }),
-    }
+/// Wait until a socket has something; false if nothing has come.
+fn wait(socket: &OwnedFd, timeout: Duration) -> Result<bool, SocketError> {
+    readable(socket, timeout).map_err(|errno| SocketError::System { call: "poll", errno })
 }

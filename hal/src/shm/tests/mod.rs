@@ -5,6 +5,7 @@
 #[cfg(feature = "emu")]
 mod by_reference;
 mod processes;
+mod signals;
 
 use super::*;
 use crate::dma::DmaMemory;
