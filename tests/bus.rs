@@ -87,7 +87,7 @@ fn hello(tree: &TreeMembership) -> Message {
 
 fn connect(tree: &TreeMembership, hello: &Message) -> Connection {
     let socket = &tree.bus.as_ref().expect("by reference").socket;
-    let connection = Connection::open(socket).expect("the board listens");
+    let connection = Connection::open(socket, LONG).expect("the board listens");
     connection.send(hello, None).expect("it is open");
     connection
 }
@@ -252,7 +252,7 @@ fn only_an_expected_child_attaches_and_only_once() {
     // Who says something else first is hung up on.
     let region = Region::create(4096, Pages::Normal).expect("memory");
     let socket = &tree.bus.as_ref().expect("by reference").socket;
-    let rude = Connection::open(socket).expect("the board listens");
+    let rude = Connection::open(socket, LONG).expect("the board listens");
     rude.send(&Message::Memory { handle: 1 }, Some(region.file())).expect("it is open");
     assert!(matches!(rude.receive(LONG), Err(SocketError::Closed)));
     let mut rank = attach(seat);

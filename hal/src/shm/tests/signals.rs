@@ -41,7 +41,7 @@ fn signals_end_no_wait() {
     let listener = Listener::bind(&name).expect("a free name");
     let (took, accepted) = under_signals(|| listener.accept(LIMIT).expect("no error").is_none());
     assert!(accepted && took >= LIMIT, "accept: {took:?}");
-    let connection = Connection::open(&name).expect("it listens");
+    let connection = Connection::open(&name, LONG).expect("it listens");
     let (took, received) = under_signals(|| connection.receive(LIMIT));
     assert!(matches!(received, Err(SocketError::Timeout(LIMIT))) && took >= LIMIT, "receive: {took:?}");
     // This process itself.
@@ -53,7 +53,7 @@ fn signals_end_no_wait() {
 fn a_wait_beyond_all_times_ends_with_what_it_waits_for() {
     let name = unique_name();
     let listener = Listener::bind(&name).expect("a free name");
-    let ours = Connection::open(&name).expect("it listens");
+    let ours = Connection::open(&name, LONG).expect("it listens");
     let theirs = listener.accept(Duration::MAX).expect("no error").expect("it is there");
     theirs.send(&numbered(3), None).expect("it is open");
     assert_eq!(ours.receive(Duration::MAX).expect("it was sent").message, numbered(3));
