@@ -4,8 +4,8 @@ mod common;
 
 use common::Cluster;
 use std::time::{Duration, Instant};
-use sumac::controller::Session;
 use sumac::controller::proto::{JoinRequest, TreeMembership};
+use sumac::controller::{Session, status};
 use sumac::{Attach, Collective, Dtype, OpDesc, Order, ReduceOp};
 use sumac_hal::dma::{Address, DmaMemory, RegionKey};
 use sumac_hal::ids::{ChunkNo, Rank};
@@ -87,7 +87,7 @@ fn hello(tree: &TreeMembership) -> Message {
 
 fn connect(tree: &TreeMembership, hello: &Message) -> Connection {
     let socket = &tree.bus.as_ref().expect("by reference").socket;
-    let connection = Connection::open(socket).expect("the board listens");
+    let connection = Connection::open(socket, LONG).expect("the board listens");
     connection.send(hello, None).expect("it is open");
     connection
 }
@@ -252,7 +252,7 @@ fn only_an_expected_child_attaches_and_only_once() {
     // Who says something else first is hung up on.
     let region = Region::create(4096, Pages::Normal).expect("memory");
     let socket = &tree.bus.as_ref().expect("by reference").socket;
-    let rude = Connection::open(socket).expect("the board listens");
+    let rude = Connection::open(socket, LONG).expect("the board listens");
     rude.send(&Message::Memory { handle: 1 }, Some(region.file())).expect("it is open");
     assert!(matches!(rude.receive(LONG), Err(SocketError::Closed)));
     let mut rank = attach(seat);
@@ -333,6 +333,35 @@ fn operations_that_differ_are_named() {
             other => panic!("{other:?}"),
         }
     });
+}
+
+/// A record of a job before would vouch for that job's data.
+#[test]
+fn redo_slots_come_without_the_records_of_a_job_before() {
+    let cluster = Cluster::start(1, 1);
+    let records = |rank: &Attached| {
+        let (redo, start, slot_len_bytes, slots) = &rank.redo;
+        let records = (0..*slots).map(|slot| {
+            let mut record = [0; 16];
+            assert!(redo.read(start + u64::from(slot) * u64::from(*slot_len_bytes), &mut record));
+            record
+        });
+        (*start, records.filter(|record| *record != [0; 16]).count())
+    };
+    let mut rank = attach(join(&cluster, "before", 0, 1));
+    let region = Region::create(1 << 20, Pages::Normal).expect("memory");
+    let key = rank.register(1, &region);
+    rank.all_reduce(key, 1 << 18);
+    let (place, published) = records(&rank);
+    assert!(published > 0, "what was answered is published");
+    rank.seat.session.leave();
+    let deadline = Instant::now() + LONG;
+    while !status(cluster.controller.local_addr()).expect("a report").jobs.is_empty() {
+        assert!(Instant::now() < deadline, "the job ends with its rank");
+        std::thread::yield_now();
+    }
+    let after = attach(join(&cluster, "after", 0, 1));
+    assert_eq!(records(&after), (place, 0), "in the same memory");
 }
 
 /// Memory that a rank has handed over goes with the rank, however it goes.

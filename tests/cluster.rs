@@ -191,6 +191,28 @@ fn a_rank_that_dies_is_named_to_the_others() {
     assert!(status.devices.iter().all(|device| device.stats.as_ref().is_ok_and(|stats| stats.groups == 0)));
 }
 
+/// A loop that only tests hears of it too, whichever way its data goes.
+#[test]
+fn testing_ends_when_a_rank_dies() {
+    let cluster = Cluster::start(1, 2);
+    for (job, attach) in [("packets", by_packets as fn(&mut JoinConfig)), ("reference", plain)] {
+        let errors = cluster.run(job, 2, attach, |comm| {
+            comm.barrier().expect("all are there");
+            if comm.rank() == 1 {
+                return None;
+            }
+            let mut handle = comm.start_all_reduce(vec![0_f32; 100_000], ReduceOp::Sum).expect("started");
+            let begun = std::time::Instant::now();
+            while !handle.test() {
+                assert!(begun.elapsed() < Duration::from_secs(20), "nobody says so");
+                thread::yield_now();
+            }
+            handle.wait().err()
+        });
+        assert_eq!(errors[0], Some(Error::RankLost { rank: sumac_hal::ids::Rank(1) }), "{job}");
+    }
+}
+
 #[test]
 fn a_device_that_stops_is_a_lost_path_and_no_hang() {
     for attach in [by_packets as fn(&mut JoinConfig), plain] {

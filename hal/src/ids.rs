@@ -41,7 +41,7 @@ pub struct BootId(pub u64);
 /// repair's COMMIT assigns it (PROTOCOL 4).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct Epoch {
-    /// Raised by each new controller.
+    /// Not lower at a later controller; with the group it tells the controller's lives apart.
     pub term: u16,
     /// Raised by each change of view within a term.
     pub counter: u16,

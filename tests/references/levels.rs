@@ -3,13 +3,18 @@
 use crate::calls::{Arena, Call, Way, check_by_reference, leaf};
 use crate::common::Cluster;
 use crate::seats::shape;
+use std::sync::Barrier;
+use std::thread;
+use std::time::{Duration, Instant};
 use sumac::controller::{ControllerConfig, status};
 use sumac::{Algo, Attach, Collective, JoinConfig, OpDesc, Order, ReduceOp};
 use sumac_firmware::emulated::BusConfig;
 use sumac_hal::ctrl::Counters;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::Dtype;
+use sumac_hal::uplink::HopTimers;
 use sumac_hal::wire::HEADER_LEN;
+use sumac_tests::oracle::Shape;
 
 const CHUNK_LEN_BYTES: u16 = 4096;
 
@@ -86,6 +91,45 @@ fn between_levels_each_leaf_sends_its_sum_once() {
         }
     }
     assert!(cluster.boards.iter().all(|board| board.failed_chains() == 0), "strict mode has tripped");
+}
+
+/// Where the last child brings nothing that an engine has to move, no ring, chain or answer tells the leaf that its own
+/// contribution is ready: it leaves all the same, and not when somebody asks after it.
+#[test]
+fn what_a_packet_makes_ready_at_a_leaf_is_sent_at_once() {
+    let asks_after = Duration::from_secs(10);
+    let timers = HopTimers { probe_min: asks_after, probe_max: asks_after, dead: 10 * asks_after };
+    let cluster = Cluster::start_with(2, 2, 1, ControllerConfig { timers, ..ControllerConfig::new() });
+    let node = |children: &[Shape]| Shape::Node(children.to_vec());
+    let [zero, one, two, three] = [0, 1, 2, 3].map(Shape::Rank);
+    assert_eq!(shape(&cluster, 4, Order::Arrival), node(&[zero, one, node(&[two, three])]));
+    // At each leaf one rank by reference, which comes first, and one by packets.
+    let is_first = |rank: u32| rank.is_multiple_of(2);
+    let attach = |config: &mut JoinConfig| {
+        (config.algo, config.attach) = (Algo::Tree, if is_first(config.rank) { Attach::Shm } else { Attach::Udp });
+    };
+    let taken = || counters(&cluster).iter().map(|(_, counters)| counters.contributions).sum::<u64>();
+    let all = Barrier::new(4);
+    let slowest = cluster.run("ready", 4, attach, |comm| {
+        comm.barrier().expect("all are there");
+        let begin = taken();
+        all.wait();
+        let times = (0..5).map(|round| {
+            let start = || comm.start_broadcast(vec![comm.rank(); 4], 1).expect("started");
+            let started = is_first(comm.rank()).then(start);
+            // Of four ranks and a leaf in each round before, and of the two that are first.
+            while taken() < begin + 5 * round + 2 {
+                thread::yield_now();
+            }
+            all.wait();
+            let begun = Instant::now();
+            let (told, _) = started.unwrap_or_else(start).wait().expect("what rank 1 says");
+            assert_eq!(told, [1; 4]);
+            begun.elapsed()
+        });
+        times.max()
+    });
+    assert!(slowest.iter().all(|&slowest| slowest < Some(asks_after / 2)), "{slowest:?}");
 }
 
 /// All-reduce moves each byte of a rank once, not twice or 2 (N - 1) / N times; what a rank contributes to is all that

@@ -96,7 +96,7 @@ impl Drop for Bus {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
         // A connection ends the thread's sleep; if that fails, there is nobody to wake.
-        let _ = Connection::open(&self.announced.socket);
+        let _ = Connection::open(&self.announced.socket, HELLO_LIMIT);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }

@@ -46,6 +46,9 @@ const REGIONS_PER_FUNCTION: usize = 256;
 /// The redo slots' place among the engine's regions, behind those that the table gives out.
 const REDO: RegionKey = RegionKey { index: REGIONS as u16, generation: 1 };
 
+/// The record at the head of a redo slot.
+const RECORD_LEN_BYTES: usize = 16;
+
 /// Chains that write no more than this are done by the shard itself: some microseconds' work, which is less than waking
 /// an engine's thread takes.
 const INLINE_LEN_BYTES: u64 = 192 << 10;
@@ -193,6 +196,7 @@ impl Functions {
             AttachError::Steps { .. } | AttachError::Chunk { .. } => Refusal::NoBus(NoBus::Engine),
             _ => Refusal::NoBus(NoBus::Groups),
         })?;
+        self.clear_records(node, config.group);
         self.links.extend(owners.into_iter().map(|(child, function)| Link {
             group: config.group,
             child,
@@ -201,6 +205,14 @@ impl Functions {
             attached: false,
         }));
         Ok(())
+    }
+
+    /// Take back what was published in a new group's redo slots by those that had the memory before: who looks for a
+    /// result of this group finds only this group's. What a record does not vouch for, nobody reads.
+    fn clear_records(&self, node: &Node<'_>, group: GroupId) {
+        let Some((start, slot_len_bytes, slots)) = node.redo_slots(group) else { return };
+        let heads = (0..slots).map(|slot| start as usize + slot * slot_len_bytes);
+        heads.for_each(|head| self.redo.write(head, &[0; RECORD_LEN_BYTES]));
     }
 
     /// Forget the children of groups that are gone.

@@ -200,7 +200,8 @@ impl Worker {
                 self.log(event);
                 self.leave_gone(&node);
             }
-            if busy {
+            // What packets have brought may be ready for the parent only now, without a chain to wait for.
+            if busy || node.poll_destination().is_some() {
                 continue;
             }
             let wait = next.map(|at| at - now());

@@ -76,6 +76,10 @@ impl Function {
     }
 
     /// Return the descriptor, to hand over.
+    ///
+    /// # Panics
+    /// If the function was itself handed over: of that, no descriptor is kept.
+    #[track_caller]
     pub fn file(&self) -> BorrowedFd<'_> {
         self.memory.file()
     }

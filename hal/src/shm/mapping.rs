@@ -73,7 +73,9 @@ pub enum MemoryError {
 struct Mapping {
     base: NonNull<u8>,
     len_bytes: usize,
-    file: OwnedFd,
+    /// To hand over what was made here. What was handed over needs none: the mapping holds the memory, and descriptors
+    /// are few.
+    file: Option<OwnedFd>,
     pages: Pages,
 }
 
@@ -99,7 +101,11 @@ impl Mapping {
             .map_err(failed("memfd_create"))?;
         ftruncate(&file, len_bytes as u64).map_err(failed("ftruncate"))?;
         fcntl_add_seals(&file, seals).map_err(failed("fcntl(F_ADD_SEALS)"))?;
-        Self::map(file, len_bytes, pages, ProtFlags::READ | ProtFlags::WRITE)
+        let mut mapping = Self::map(&file, len_bytes, pages, ProtFlags::READ | ProtFlags::WRITE)?;
+        // No page faults later. The system may not know the hint, and need not follow it.
+        mapping.advise(Advice::LinuxPopulateWrite);
+        mapping.file = Some(file);
+        Ok(mapping)
     }
 
     /// Map memory that a peer has handed over.
@@ -114,24 +120,30 @@ impl Mapping {
         if len_bytes == 0 || len_bytes > max {
             return Err(MemoryError::Length { len_bytes, max });
         }
-        Self::map(file, len_bytes as usize, Pages::Normal, protection)
+        // Its pages are touched when they are used: to touch all at once would take as long, and as much memory, as the
+        // peer likes. An honest one has them already.
+        Self::map(&file, len_bytes as usize, Pages::Normal, protection)
     }
 
-    fn map(file: OwnedFd, len_bytes: usize, pages: Pages, protection: ProtFlags) -> Result<Self, MemoryError> {
+    fn map(file: &OwnedFd, len_bytes: usize, pages: Pages, protection: ProtFlags) -> Result<Self, MemoryError> {
         // SAFETY: a new mapping, at an address that the system chooses.
-        let base = unsafe { mmap(ptr::null_mut(), len_bytes, protection, MapFlags::SHARED, &file, 0) };
+        let base = unsafe { mmap(ptr::null_mut(), len_bytes, protection, MapFlags::SHARED, file, 0) };
         let failed = |errno| MemoryError::System { call: "mmap", len_bytes: len_bytes as u64, errno };
         let base = NonNull::new(base.map_err(failed)?.cast()).ok_or(failed(Errno::INVAL))?;
-        let mapping = Self { base, len_bytes, file, pages };
-        // Hints: larger pages, and no page faults later. The system may not know them, and need not follow them.
-        let writable = protection.contains(ProtFlags::WRITE);
-        let hints: &[_] =
-            if writable { &[Advice::LinuxHugepage, Advice::LinuxPopulateWrite] } else { &[Advice::LinuxHugepage] };
-        for &hint in hints {
-            // SAFETY: the range is the mapping's; the advice changes no contents.
-            let _ = unsafe { madvise(mapping.base.as_ptr().cast::<c_void>(), len_bytes, hint) };
-        }
+        let mapping = Self { base, len_bytes, file: None, pages };
+        mapping.advise(Advice::LinuxHugepage);
         Ok(mapping)
+    }
+
+    /// Give the system a hint that changes no contents, which it need not follow.
+    fn advise(&self, hint: Advice) {
+        // SAFETY: the range is the mapping's; the advice changes no contents.
+        let _ = unsafe { madvise(self.base.as_ptr().cast::<c_void>(), self.len_bytes, hint) };
+    }
+
+    #[track_caller]
+    fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_ref().expect("memory that was made here, not handed over").as_fd()
     }
 
     /// Put fresh memory with the same contents at the same address.
@@ -196,10 +208,15 @@ impl Region {
     }
 
     /// Return the descriptor, to hand over: others may write from now on.
+    ///
+    /// # Panics
+    /// If the memory was itself handed over: of that, no descriptor is kept.
+    #[track_caller]
     pub fn file(&self) -> BorrowedFd<'_> {
+        let file = self.mapping.file();
         // It fails where that was done before. Whoever the memory is handed over to finds out if it ever fails else.
-        let _ = fcntl_add_seals(&self.mapping.file, SealFlags::SEAL);
-        self.mapping.file.as_fd()
+        let _ = fcntl_add_seals(file, SealFlags::SEAL);
+        file
     }
 
     /// Return a descriptor to hand over for [`ReadOnly`]. From now on nobody can write to the memory but through this
@@ -208,7 +225,7 @@ impl Region {
     /// # Errors
     /// [`MemoryError::Writable`] after [`Region::file`], or what the system refuses.
     pub fn read_only_file(&self) -> Result<OwnedFd, MemoryError> {
-        let (file, len_bytes) = (&self.mapping.file, self.mapping.len_bytes as u64);
+        let (file, len_bytes) = (self.mapping.file(), self.mapping.len_bytes as u64);
         let failed = |call| move |errno| MemoryError::System { call, len_bytes, errno };
         let seals = fcntl_get_seals(file).map_err(failed("fcntl(F_GET_SEALS)"))?;
         if !seals.contains(SealFlags::FUTURE_WRITE) {
@@ -337,8 +354,12 @@ impl BarMemory {
     }
 
     /// Return the descriptor, to hand over.
+    ///
+    /// # Panics
+    /// If the memory was itself handed over: of that, no descriptor is kept.
+    #[track_caller]
     pub fn file(&self) -> BorrowedFd<'_> {
-        self.mapping.file.as_fd()
+        self.mapping.file()
     }
 
     /// Return the memory.

@@ -17,6 +17,7 @@ mod function;
 mod machine;
 mod mapping;
 mod peer;
+mod ready;
 mod socket;
 #[cfg(test)]
 mod tests;

@@ -1,6 +1,6 @@
 //! The process on the other side: whether it is alive, and how to be sure that it is not.
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use super::ready::readable;
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -44,13 +44,7 @@ impl Peer {
     /// # Errors
     /// [`PeerError`].
     pub fn wait(&self, timeout: Duration) -> Result<bool, PeerError> {
-        let timeout = Timespec::try_from(timeout).ok();
-        let mut fds = [PollFd::new(&self.process, PollFlags::IN)];
-        match poll(&mut fds, timeout.as_ref()) {
-            Ok(ready) => Ok(ready > 0),
-            Err(Errno::INTR) => Ok(false),
-            Err(errno) => Err(PeerError { call: "poll", pid: self.pid(), errno }),
-        }
+        readable(&self.process, timeout).map_err(|errno| PeerError { call: "poll", pid: self.pid(), errno })
     }
 
     /// End the process by force. [`Peer::wait`] tells when it has.

@@ -17,20 +17,20 @@
 //! the redo slots of the rank's group. From then on only memory is handed over, and either side's end is seen.
 
 use super::peer::{Peer, PeerError};
+use super::ready::readable;
 use crate::ids::{ChildIndex, GroupId};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
-use rustix::net::sockopt::socket_peercred;
+use rustix::io::{Errno, retry_on_intr};
+use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen, recvmsg, sendmsg,
-    socket_with,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen,
+    recvmsg, sendmsg, socket_with,
 };
 use rustix::process::geteuid;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const MESSAGE_LEN: usize = 32;
 const MAGIC: [u8; 4] = *b"SUMS";
@@ -38,6 +38,9 @@ const VERSION: u16 = 1;
 
 /// Ranks that may wait to be accepted.
 const BACKLOG: i32 = 128;
+
+/// How long a device may wait for a rank to take a message: a few fit in at once.
+const SEND_LIMIT: Duration = Duration::from_secs(1);
 
 /// What goes through the socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -138,12 +141,18 @@ pub enum SocketError {
     /// The other side is gone.
     #[error("the other side has closed the connection")]
     Closed,
-    /// Nothing came in time.
+    /// Nothing came in time, or nobody took what was sent.
     #[error("no message within {0:?}")]
     Timeout(Duration),
     /// What came is no message, or lacks its descriptor.
     #[error("what came is no message of this version")]
     Malformed,
+    /// A message came, and its descriptor found no room here. The connection can be used further.
+    #[error("this process has no room for the descriptor that came: raise its limit of open files (`ulimit -n`)")]
+    NoDescriptor {
+        /// The message.
+        message: Message,
+    },
     /// The system refuses.
     #[error("{call}: {errno}")]
     System {
@@ -165,6 +174,7 @@ pub struct Listener {
 pub struct Connection {
     socket: OwnedFd,
     peer: Peer,
+    send_limit: Duration,
 }
 
 fn open(name: &str) -> Result<(OwnedFd, SocketAddrUnix), SocketError> {
@@ -192,12 +202,13 @@ impl Listener {
     /// # Errors
     /// [`SocketError`]; of a rank that may not, or is gone already: the next one may be welcome.
     pub fn accept(&self, timeout: Duration) -> Result<Option<Connection>, SocketError> {
-        if !readable(self.socket.as_fd(), timeout)? {
+        if !wait(&self.socket, timeout)? {
             return Ok(None);
         }
-        let socket = accept_with(&self.socket, SocketFlags::CLOEXEC);
+        let socket = retry_on_intr(|| accept_with(&self.socket, SocketFlags::CLOEXEC));
         let socket = socket.map_err(|errno| SocketError::System { call: "accept", errno })?;
-        Connection::new(socket).map(Some)
+        limit_sends(&socket, SEND_LIMIT)?;
+        Connection::new(socket, SEND_LIMIT).map(Some)
     }
 }
 
@@ -209,18 +220,22 @@ impl AsFd for Listener {
 }
 
 impl Connection {
-    /// Connect to the device of a name.
+    /// Connect to the device of a name; neither this nor any [`Connection::send`] takes longer than `limit`, which is
+    /// more than 0.
     ///
     /// # Errors
-    /// [`SocketError`].
-    pub fn open(name: &str) -> Result<Self, SocketError> {
+    /// [`SocketError`]; [`SocketError::Timeout`] of a device that does not accept.
+    pub fn open(name: &str, limit: Duration) -> Result<Self, SocketError> {
         let (socket, addr) = open(name)?;
-        let failed = |errno| SocketError::Name { name: name.into(), call: "connect", errno };
-        connect(&socket, &addr).map_err(failed)?;
-        Self::new(socket)
+        limit_sends(&socket, limit)?;
+        match within(limit, || connect(&socket, &addr)) {
+            Ok(()) => Self::new(socket, limit),
+            Err(Errno::AGAIN) => Err(SocketError::Timeout(limit)),
+            Err(errno) => Err(SocketError::Name { name: name.into(), call: "connect", errno }),
+        }
     }
 
-    fn new(socket: OwnedFd) -> Result<Self, SocketError> {
+    fn new(socket: OwnedFd, send_limit: Duration) -> Result<Self, SocketError> {
         let failed = |errno| SocketError::System { call: "getsockopt(SO_PEERCRED)", errno };
         let credentials = socket_peercred(&socket).map_err(failed)?;
         let (ours, theirs) = (geteuid(), credentials.uid);
@@ -229,7 +244,7 @@ impl Connection {
             return Err(SocketError::User { pid, uid: theirs.as_raw() });
         }
         let peer = Peer::open(credentials.pid)?;
-        Ok(Self { socket, peer })
+        Ok(Self { socket, peer, send_limit })
     }
 
     /// Return the process on the other side.
@@ -253,8 +268,10 @@ impl Connection {
             // There is room for one.
             control.push(SendAncillaryMessage::ScmRights(&files));
         }
-        match sendmsg(&self.socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL) {
+        let send = || sendmsg(&self.socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL);
+        match within(self.send_limit, send) {
             Ok(_) => Ok(()),
+            Err(Errno::AGAIN) => Err(SocketError::Timeout(self.send_limit)),
             Err(Errno::PIPE | Errno::CONNRESET) => Err(SocketError::Closed),
             Err(errno) => Err(SocketError::System { call: "sendmsg", errno }),
         }
@@ -265,16 +282,18 @@ impl Connection {
     /// # Errors
     /// [`SocketError`]; after [`SocketError::Malformed`] the peer is not to be believed any more.
     pub fn receive(&self, timeout: Duration) -> Result<Received, SocketError> {
-        if !readable(self.socket.as_fd(), timeout)? {
+        if !wait(&self.socket, timeout)? {
             return Err(SocketError::Timeout(timeout));
         }
         let mut bytes = [0; MESSAGE_LEN + 1];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
-        let received = recvmsg(&self.socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC);
-        let len = match received {
-            Ok(received) => received.bytes,
-            Err(Errno::CONNRESET) => 0,
+        let received = retry_on_intr(|| {
+            recvmsg(&self.socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)
+        });
+        let (len, is_cut) = match received {
+            Ok(received) => (received.bytes, received.flags.contains(ReturnFlags::CTRUNC)),
+            Err(Errno::CONNRESET) => (0, false),
             Err(errno) => return Err(SocketError::System { call: "recvmsg", errno }),
         };
         // Descriptors beyond the first have no room and are closed by the kernel; these close when dropped.
@@ -287,10 +306,10 @@ impl Connection {
             0 => Err(SocketError::Closed),
             MESSAGE_LEN => {
                 let message = Message::parse(&bytes).ok_or(SocketError::Malformed)?;
-                if message.has_file() == file.is_some() {
-                    Ok(Received { message, file })
-                } else {
-                    Err(SocketError::Malformed)
+                match (message.has_file(), file.is_some()) {
+                    (needs, has) if needs == has => Ok(Received { message, file }),
+                    (true, _) if is_cut => Err(SocketError::NoDescriptor { message }),
+                    _ => Err(SocketError::Malformed),
                 }
             }
             _ => Err(SocketError::Malformed),
@@ -348,12 +367,25 @@ impl Message {
     }
 }
 
-fn readable(socket: BorrowedFd<'_>, timeout: Duration) -> Result<bool, SocketError> {
-    let timeout = Timespec::try_from(timeout).ok();
-    let mut fds = [PollFd::new(&socket, PollFlags::IN)];
-    match poll(&mut fds, timeout.as_ref()) {
-        Ok(ready) => Ok(ready > 0),
-        Err(Errno::INTR) => Ok(false),
-        Err(errno) => Err(SocketError::System { call: "poll", errno }),
+/// Let the socket's calls that send, `connect` among them, end with `AGAIN` after so long.
+fn limit_sends(socket: &OwnedFd, limit: Duration) -> Result<(), SocketError> {
+    let failed = |errno| SocketError::System { call: "setsockopt(SO_SNDTIMEO)", errno };
+    set_socket_timeout(socket, Timeout::Send, Some(limit)).map_err(failed)
+}
+
+/// Make such a call again when a signal has ended it, unless it has had its time.
+fn within<R>(limit: Duration, mut call: impl FnMut() -> Result<R, Errno>) -> Result<R, Errno> {
+    let begun = Instant::now();
+    loop {
+        match call() {
+            Err(Errno::INTR) if begun.elapsed() < limit => {}
+            Err(Errno::INTR) => return Err(Errno::AGAIN),
+            returned => return returned,
+        }
     }
+}
+
+/// Wait until a socket has something; false if nothing has come.
+fn wait(socket: &OwnedFd, timeout: Duration) -> Result<bool, SocketError> {
+    readable(socket, timeout).map_err(|errno| SocketError::System { call: "poll", errno })
 }

@@ -77,6 +77,8 @@ pub(super) struct Started {
     pub(super) tree_op: Option<OpId>,
     pub(super) transfer: Option<Transfer>,
     pub(super) begun: Mark,
+    /// When it was first tested: who only tests it waits from then on.
+    tested: Option<Instant>,
     /// A schedule's buffers; `None` for the tree's, which the endpoint works on.
     pub(super) buffers: Option<Owned>,
     pub(super) finished: Option<Result<Outcome, Error>>,
@@ -285,6 +287,7 @@ impl Core {
             tree_op: None,
             transfer: None,
             begun: self.mark(),
+            tested: None,
             buffers: None,
             finished: None,
         };
@@ -315,16 +318,25 @@ impl Core {
         Ok(())
     }
 
-    /// Tell whether a started operation has ended; drives what can be driven without waiting. A schedule is run,
-    /// which takes as long as it takes.
+    /// Tell whether a started operation has ended, with a result or an error; drives what can be driven without
+    /// waiting. A schedule is run, which takes as long as it takes.
     pub(super) fn test(&mut self, handle: u64, options: &CallOptions) -> bool {
-        let deadline = self.deadline(options);
+        let (at, limit) = self.deadline(options);
         if self.schedules.contains(&handle) {
-            self.wait_for(handle, deadline);
+            self.wait_for(handle, (at, limit));
             return true;
         }
-        self.pump(None);
         self.settle(handle);
+        if let Some(started) = self.started.get_mut(&handle).filter(|started| started.finished.is_none()) {
+            let (desc, begun) = (started.desc, started.begun);
+            let waited = started.tested.get_or_insert_with(Instant::now).elapsed();
+            // What ends a wait ends this, too: nobody else may ever look.
+            let advanced = self.advance(None, (at - waited, limit)).map(|_| ());
+            if let Err(error) = self.get_over(advanced, (at, limit)) {
+                self.end(error, &desc, begun);
+            }
+            self.settle(handle);
+        }
         self.started.get(&handle).is_none_or(|started| started.finished.is_some())
     }
 
@@ -350,16 +362,21 @@ impl Core {
             self.settle(handle);
             let Some(started) = self.started.get(&handle).filter(|started| started.finished.is_none()) else { return };
             let (desc, begun) = (started.desc, started.begun);
-            let stepped = match self.step(None, deadline) {
-                Err(error) if self.is_repairable(&error) => self.repair(None, &error, deadline).map(|_| ()),
-                stepped => stepped,
-            };
-            if let Err(error) = stepped {
+            let stepped = self.step(None, deadline);
+            if let Err(error) = self.get_over(stepped, deadline) {
                 let error = self.end(error, &desc, begun);
                 if let Some(started) = self.started.get_mut(&handle) {
                     started.finished = Some(Err(error));
                 }
             }
+        }
+    }
+
+    /// Repair what can be.
+    fn get_over(&mut self, result: Result<(), Error>, deadline: Deadline) -> Result<(), Error> {
+        match result {
+            Err(error) if self.is_repairable(&error) => self.repair(None, &error, deadline).map(|_| ()),
+            other => other,
         }
     }
 
@@ -483,6 +500,7 @@ impl Core {
     fn end(&mut self, error: Error, desc: &OpDesc, begun: Mark) -> Error {
         let error = match error {
             Error::Schedule(ExecError::Deadline { .. }) => Error::Deadline { desc: *desc, waited: begun.at.elapsed() },
+            Error::Deadline { waited, .. } => Error::Deadline { desc: *desc, waited },
             other => other,
         };
         if !error.is_harmless() && self.ended.is_none() {

@@ -21,8 +21,9 @@ impl<B: Held> Handle<B> {
         Self { core, id, buffer: PhantomData }
     }
 
-    /// Tell whether the operation has ended, without waiting for it if it goes through the tree; a schedule is run
-    /// here if it has not been.
+    /// Tell whether the operation has ended, with a result or an error that [`Handle::wait`] returns at once, without
+    /// waiting for it if it goes through the tree; a schedule is run here if it has not been. The communicator's
+    /// deadline counts from the first test on.
     pub fn test(&mut self) -> bool {
         lock(&self.core).test(self.id, &CallOptions::default())
     }

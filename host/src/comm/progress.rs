@@ -79,29 +79,37 @@ impl Core {
         while op.0 >= self.completed_below {
             let lent = Lent { op, extent, buffers: &mut *buffers };
             match self.step(Some(lent), deadline) {
-                Ok(()) => {}
                 Err(error) if self.is_repairable(&error) => {
                     let lent = Lent { op, extent, buffers: &mut *buffers };
                     let completed_below = self.repair(Some(lent), &error, deadline)?;
                     let is_complete = op < completed_below;
                     return Ok(if is_complete { InTheTree::Done(transfer) } else { InTheTree::BeginsAgain });
                 }
-                Err(Error::Deadline { waited, .. }) => return Err(Error::Deadline { desc, waited }),
-                Err(error) => return Err(error),
+                stepped => stepped?,
             }
         }
         Ok(InTheTree::Done(transfer))
     }
 
     /// Drive the tree once and wait for the next packet.
-    pub(super) fn step(&mut self, lent: Option<Lent<'_, '_>>, (at, limit): Deadline) -> Result<(), Error> {
+    pub(super) fn step(&mut self, lent: Option<Lent<'_, '_>>, deadline: Deadline) -> Result<(), Error> {
+        let wait = self.advance(lent, deadline)?;
+        if let Some(tree) = self.tree.as_mut().filter(|_| !wait.is_zero()) {
+            tree.wait(Some(wait));
+        }
+        Ok(())
+    }
+
+    /// Drive the tree once without waiting; returns how long there is nothing more to do, or why it is of no use to
+    /// wait any longer. A deadline is one of an operation that is still to be named.
+    pub(super) fn advance(&mut self, lent: Option<Lent<'_, '_>>, (at, limit): Deadline) -> Result<Duration, Error> {
         let completed = self.completed_below;
         let next = self.pump(lent);
         if let Some(error) = self.tree_error() {
             return Err(error);
         }
         if self.completed_below > completed {
-            return Ok(());
+            return Ok(Duration::ZERO);
         }
         if self.lost.is_cancelled() {
             return Err(Error::Cancelled);
@@ -124,10 +132,7 @@ impl Core {
             }
             wait = wait.min(GRACE / 4);
         }
-        if let Some(tree) = self.tree.as_mut().filter(|_| !wait.is_zero()) {
-            tree.wait(Some(wait));
-        }
-        Ok(())
+        Ok(wait)
     }
 
     fn tree_error(&self) -> Option<Error> {

@@ -42,7 +42,7 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 use sumac_hal::ctrl::{FrameReader, Greeting, Request, StreamError};
 use sumac_hal::ids::Rank;
 use sumac_hal::uplink::{HopTimers, MAX_WINDOW};
@@ -78,6 +78,9 @@ pub struct ControllerConfig {
     pub lease: Duration,
     /// The timers of the hops.
     pub timers: HopTimers,
+    /// When this life of the controller began, in milliseconds since 1970: its groups and epochs count on from there, so
+    /// that none is one of an earlier life, of which devices and ranks may still hold something. `None`: now.
+    pub started_ms: Option<u64>,
 }
 
 impl ControllerConfig {
@@ -94,6 +97,7 @@ impl ControllerConfig {
             shared_answers: true,
             lease: Duration::from_secs(30),
             timers: HopTimers::DEFAULT,
+            started_ms: None,
         }
     }
 }
@@ -178,7 +182,7 @@ impl Controller {
         let listener = TcpListener::bind(config.listen).map_err(listen)?;
         let addr = listener.local_addr().map_err(listen)?;
         let shared = Arc::new(Shared {
-            state: Mutex::new(State::new()),
+            state: Mutex::new(State::new(config.started_ms.unwrap_or_else(now_ms))),
             config,
             stopping: AtomicBool::new(false),
             stopped: std::sync::Condvar::new(),
@@ -224,6 +228,12 @@ impl Drop for Controller {
             let _ = thread.join();
         }
     }
+}
+
+/// Return the milliseconds since 1970; 0 by a clock that is before that.
+fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    since.map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
 }
 
 fn check(config: &ControllerConfig) -> Result<(), ControllerError> {

@@ -104,14 +104,35 @@ impl Job {
 pub(super) struct State {
     pub(super) devices: BTreeMap<String, Arc<DeviceSession>>,
     jobs: BTreeMap<String, Job>,
-    /// This controller's term: a later controller's is higher, so that its epochs are too.
-    term: u16,
-    next_group: u32,
+    next_view: NextView,
+}
+
+/// The next group and its epoch, as one number: the epoch's term above the group. It counts groups, from a place that
+/// the time of the controller's start says: each millisecond is room for [`GROUPS_PER_MS`]. So no two lives of a
+/// controller give out the same pair, unless the clock is set back in between, and terms do not fall (PROTOCOL 4).
+#[derive(Debug)]
+struct NextView(u64);
+
+/// More than a controller can begin, so that a life never catches up with the clock.
+const GROUPS_PER_MS: u64 = 256;
+
+impl NextView {
+    /// The first of a controller that started so many milliseconds after 1970. The term comes round after 34 years.
+    const fn at(started_ms: u64) -> Self {
+        Self(started_ms.wrapping_mul(GROUPS_PER_MS))
+    }
+
+    const fn take(&mut self) -> (GroupId, Epoch) {
+        let view = (GroupId(self.0 as u32), Epoch { term: (self.0 >> 32) as u16, counter: 1 });
+        self.0 = self.0.wrapping_add(1);
+        view
+    }
 }
 
 impl State {
-    pub(super) fn new() -> Self {
-        Self { devices: BTreeMap::new(), jobs: BTreeMap::new(), term: 1, next_group: 1 }
+    /// Begin without devices and jobs, at a controller that started so many milliseconds after 1970.
+    pub(super) const fn new(started_ms: u64) -> Self {
+        Self { devices: BTreeMap::new(), jobs: BTreeMap::new(), next_view: NextView::at(started_ms) }
     }
 
     /// Take in a device; false if one of that name is there.
@@ -171,10 +192,10 @@ impl State {
     /// devices that it is on are not asked: they are lost.
     fn place(&mut self, config: &ControllerConfig, name: &str, job: &Job) -> Result<Placement, String> {
         let requests: Vec<&JoinRequest> = job.members.values().map(|member| &member.request).collect();
-        let (group, tree) = (GroupId(self.next_group), TreeId(self.next_group));
-        self.next_group += 1;
+        let (group, epoch) = self.next_view.take();
         // It wraps after 65535 views: still another than the last one's.
-        let epoch = Epoch { term: self.term, counter: job.view.wrapping_add(1) as u16 };
+        let epoch = Epoch { counter: job.view.wrapping_add(1) as u16, ..epoch };
+        let tree = TreeId(group.0);
         let used = self.jobs.values().filter_map(|job| job.placement.as_ref()?.as_ref().ok());
         // The same at all ranks.
         let pinned = job.members.values().next().map_or(&[][..], |member| &member.pinned);
@@ -304,4 +325,24 @@ fn agree(job: &str, (request, pinned): (&JoinRequest, &[String]), member: &Membe
         return Err(disagree("whether hosts are named", named(&request.host), named(&first.host)));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A restart within the same second, one an hour later, one at the end of a term.
+    #[test]
+    fn no_life_gives_out_a_view_of_another() {
+        let last_of_term = (1 << 32) / GROUPS_PER_MS - 1;
+        for (started_ms, later_ms) in [(1_750_000_000_000, 1), (1_750_000_000_000, 3_600_000), (last_of_term, 1)] {
+            let views = |ms| {
+                let mut next = NextView::at(ms);
+                (0..GROUPS_PER_MS).map(|_| next.take()).collect::<Vec<_>>()
+            };
+            let (first, second) = (views(started_ms), views(started_ms + later_ms));
+            assert!(second.iter().all(|view| !first.contains(view)), "{started_ms}: {:?} twice", second[0]);
+            assert!(first[0].1 <= second[0].1, "terms do not fall");
+        }
+    }
 }

@@ -203,6 +203,21 @@ fn ranks_on_the_devices_machine_contribute_by_reference() {
     assert_eq!((told.by_reference, &report.devices[0].bus), (2, &bus(1 << 20)));
 }
 
+/// What a device or a rank has left from one life of the controller must not pass for the next one's (PROTOCOL 4).
+#[test]
+fn a_controller_that_starts_again_gives_out_no_view_of_before() {
+    let started_ms = 1_750_000_000_000;
+    let views = [started_ms, started_ms + 1].map(|started_ms| {
+        let config = ControllerConfig { started_ms: Some(started_ms), ..ControllerConfig::new() };
+        let controller = Controller::start(config).expect("a port");
+        let _device = Device::start(&controller, "leaf0", bus(1 << 20), None);
+        let jobs = ["first", "second"].map(|job| join(&controller, job, &[AUTO]));
+        jobs.map(|ranks| (tree(&ranks[0]).group, tree(&ranks[0]).epoch))
+    });
+    let [[a, b], [c, d]] = views;
+    assert!(a != b && c != d && ![a, b].contains(&c) && ![a, b].contains(&d), "{views:?}");
+}
+
 #[test]
 fn each_rank_attaches_as_it_can_and_likes() {
     let controller = controller();
@@ -268,6 +283,22 @@ fn the_window_fits_the_memory_for_redo_slots() {
     // Three children combine pairwise in two accumulators: three chunks a slot.
     assert_eq!(tree(&fifth[0]).window_max, 2);
     assert_eq!(device.group().slots, 4);
+}
+
+#[test]
+fn chunks_of_leaves_that_turn_to_packets_are_as_long_as_packets_carry() {
+    // An engine takes 896 bytes in whole cache lines; packets, 944 or what they are limited to.
+    for (chunk_max_bytes, expected) in [(944, 944), (512, 512)] {
+        let config = ControllerConfig { chunk_max_bytes, reference_chunk_max_bytes: 896, ..ControllerConfig::new() };
+        let controller = Controller::start(config).expect("a port");
+        let device = Device::start(&controller, "leaf0", bus(4 * (64 + 2 * 896)), None);
+        let first = join(&controller, "by reference", &[AUTO, AUTO]);
+        assert_eq!((tree(&first[0]).chunk_len_bytes, device.group().chunk_len_bytes), (896, 896));
+        // No room for another's redo slots is left.
+        let second = join(&controller, "by packets", &[AUTO, AUTO]);
+        assert_eq!(tree(&second[0]).bus, None);
+        assert_eq!((tree(&second[0]).chunk_len_bytes, device.group().chunk_len_bytes), (expected, expected));
+    }
 }
 
 #[test]

@@ -9,7 +9,7 @@ use sumac_hal::mmio::{Features, HostControl, Identity};
 use sumac_hal::shm::{Bell, Connection, Function, Message, ReadOnly, Received};
 use sumac_hal::wire::crc32c;
 
-/// How long the device may take for each message.
+/// How long the device may take to accept, and for each message.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What a device has to have.
@@ -66,7 +66,7 @@ pub(super) struct Attached {
 
 impl Attached {
     pub(super) fn open(seating: &Seating) -> Result<Self, AttachError> {
-        let connection = Connection::open(&seating.socket)?;
+        let connection = Connection::open(&seating.socket, ANSWER_TIMEOUT)?;
         let Seating { group, child, key, .. } = *seating;
         connection.send(&Message::Attach { group, child, key }, None)?;
         let file = match next(&connection)? {

@@ -144,6 +144,7 @@ impl ReferenceDriver {
         self.next_handle += 1;
         let handed = hand_over(&self.connection, handle, &region);
         let registered = handed.and_then(|()| self.register(handle, len_bytes));
+        let registered = registered.and_then(|key| Ok(self.unused(key)?));
         match registered {
             Err(RegisterError::Broken(breach)) => self.endpoint.fail(breach.into()),
             Err(RegisterError::Gone) => self.endpoint.fail(EndpointError::DeviceLost),
@@ -313,7 +314,7 @@ impl ReferenceDriver {
                 if let Some(region) = RegionKey::from_bits(answered.value)
                     && answered.status == EntryStatus::Result
                 {
-                    let command = AdminCommand::Deregister { region };
+                    let command = AdminCommand::Deregister { region: self.unused(region)? };
                     self.admin.submit(command, Purpose::Leaving(region))?;
                 }
             }
@@ -345,6 +346,12 @@ impl ReferenceDriver {
             }
             (status, _) => Err(RegisterError::Refused(status)),
         }
+    }
+
+    /// Check that no other memory has this key: what is known by it is looked up and taken away by it.
+    fn unused(&self, region: RegionKey) -> Result<RegionKey, Breach> {
+        let used = region == self.config.bounce.region || self.registry.region(region).is_some();
+        if used { Err(Breach::SameRegion { region }) } else { Ok(region) }
     }
 
     /// Have a command done, and return what was answered.

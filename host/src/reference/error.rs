@@ -1,6 +1,7 @@
 //! What can go wrong between a rank and a device that share memory.
 
 use std::time::Duration;
+use sumac_hal::dma::RegionKey;
 use sumac_hal::ids::ChunkNo;
 use sumac_hal::mmio::{EntryError, EntryStatus, Features};
 use sumac_hal::ring::Poisoned;
@@ -47,6 +48,12 @@ pub enum Breach {
     Misplaced {
         /// The queue.
         queue: u32,
+    },
+    /// It gave memory the key of other memory that it has not let go of.
+    #[error("{region:?} is the key of memory that is registered already")]
+    SameRegion {
+        /// The key.
+        region: RegionKey,
     },
     /// It sent a message, where nothing is to be said any more.
     #[error("a message on the connection after attaching")]

@@ -5,6 +5,7 @@
 #[cfg(feature = "emu")]
 mod by_reference;
 mod processes;
+mod signals;
 
 use super::*;
 use crate::dma::DmaMemory;
@@ -112,6 +113,25 @@ fn memory_that_could_vanish_is_refused() {
     assert!(matches!(Region::create(0, Pages::Normal), Err(MemoryError::Length { len_bytes: 0, .. })));
 }
 
+/// A device maps what ranks hand over: as much as they like, and for as long as they like.
+#[test]
+fn mapped_memory_of_others_keeps_no_descriptor_and_allocates_nothing() {
+    let name = unique_name();
+    let theirs = memfd_create(&name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("memory");
+    ftruncate(&theirs, 64 << 20).expect("memory");
+    fcntl_add_seals(&theirs, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).expect("seals");
+    let region = Region::open(duplicate(theirs.as_fd()), 64 << 20).expect("it is sealed");
+    assert_eq!(rustix::fs::fstat(&theirs).expect("a file").st_blocks, 0, "nobody has touched a page");
+    let descriptors = || {
+        let files = std::fs::read_dir("/proc/self/fd").expect("Linux tells");
+        let links = files.filter_map(|file| std::fs::read_link(file.ok()?.path()).ok());
+        links.filter(|link| link.to_string_lossy().contains(&name)).count()
+    };
+    assert_eq!(descriptors(), 1, "the one that is theirs");
+    drop(theirs);
+    assert_eq!((descriptors(), bytes_of(&region, (64 << 20) - 4, 4)), (0, vec![0; 4]));
+}
+
 #[test]
 fn severed_memory_keeps_address_and_contents_and_loses_its_sharers() {
     let mut ours = Region::create(10_000, Pages::Normal).expect("memory");
@@ -135,7 +155,7 @@ fn messages_arrive_whole_with_their_descriptor() {
     let name = unique_name();
     let listener = Listener::bind(&name).expect("a free name");
     assert!(matches!(Listener::bind(&name), Err(SocketError::Name { call: "bind", .. })));
-    let rank = Connection::open(&name).expect("somebody listens");
+    let rank = Connection::open(&name, LONG).expect("somebody listens");
     let device = listener.accept(LONG).expect("welcome").expect("somebody waits");
     assert_eq!((rank.peer().pid(), device.peer().pid()), (std::process::id() as i32, std::process::id() as i32));
 
@@ -161,7 +181,28 @@ fn messages_arrive_whole_with_their_descriptor() {
         Err(SocketError::Closed)
     ));
     drop((device, listener));
-    assert!(matches!(Connection::open(&name), Err(SocketError::Name { call: "connect", .. })));
+    assert!(matches!(Connection::open(&name, LONG), Err(SocketError::Name { call: "connect", .. })));
+}
+
+#[test]
+fn nobody_waits_for_ever_for_a_device_that_does_not_accept() {
+    let name = unique_name();
+    let _listener = Listener::bind(&name).expect("a free name");
+    let limit = Duration::from_millis(50);
+    // As many as the system lets wait, and one more.
+    let connections: Result<Vec<_>, _> = (0..1000).map(|_| Connection::open(&name, limit)).collect();
+    assert!(matches!(connections, Err(SocketError::Timeout(waited)) if waited == limit), "{connections:?}");
+}
+
+#[test]
+fn nobody_waits_for_ever_for_a_device_that_does_not_listen_any_more() {
+    let name = unique_name();
+    let listener = Listener::bind(&name).expect("a free name");
+    let limit = Duration::from_millis(50);
+    let rank = Connection::open(&name, limit).expect("somebody listens");
+    let _device = listener.accept(LONG).expect("welcome").expect("somebody waits");
+    let sent = (0..100_000).try_for_each(|number| rank.send(&numbered(number), None));
+    assert!(matches!(sent, Err(SocketError::Timeout(waited)) if waited == limit), "{sent:?}");
 }
 
 #[test]

@@ -47,11 +47,12 @@ fn other_process() {
     match role.as_str() {
         "submit" => submit(&name),
         "wait for ever" => {
-            let device = Connection::open(&name).expect("a device");
+            let device = Connection::open(&name, LONG).expect("a device");
             device.send(&ATTACH, None).expect("it is open");
             assert!(matches!(device.receive(LONG), Err(SocketError::Closed)));
         }
         "write" => write(&name),
+        "full" => full(&name),
         #[cfg(feature = "emu")]
         "reduce" => by_reference::rank(&name),
         role => panic!("no role is called {role}"),
@@ -82,7 +83,7 @@ pub(super) fn welcome(listener: &Listener) -> (Connection, Function) {
 
 /// Attach as a rank.
 pub(super) fn attach(name: &str) -> (Connection, Function) {
-    let device = Connection::open(name).expect("a device");
+    let device = Connection::open(name, LONG).expect("a device");
     device.send(&ATTACH, None).expect("it is open");
     let received = device.receive(LONG).expect("a message");
     assert_eq!(received.message, Message::Function);
@@ -207,7 +208,7 @@ fn a_killed_rank_is_seen_and_a_killed_device_too() {
 
 /// Write ones into all memory that is handed over, and say so.
 fn write(name: &str) {
-    let device = Connection::open(name).expect("a device");
+    let device = Connection::open(name, LONG).expect("a device");
     loop {
         match device.receive(LONG) {
             Ok(Received { message: Message::Memory { handle }, file: Some(file) }) => {
@@ -247,4 +248,33 @@ fn a_process_that_has_lost_its_share_writes_where_nobody_looks() {
 /// What the by-reference test and a real endpoint both put into contributions.
 pub(super) fn view() -> (GroupId, Epoch, ChunkNo) {
     (GroupId(1), Epoch { term: 1, counter: 1 }, ChunkNo(0))
+}
+
+/// A process without room for descriptors is not one that was sent nonsense.
+#[test]
+fn a_descriptor_without_room_is_told_from_one_that_was_not_sent() {
+    let name = unique_name();
+    let listener = Listener::bind(&name).expect("a free name");
+    let rank = Other::start("full", &name);
+    let connection = listener.accept(LONG).expect("welcome").expect("somebody waits");
+    let region = Region::create(4096, Pages::Normal).expect("memory");
+    for handle in [1, 2] {
+        connection.send(&Message::Memory { handle }, Some(region.file())).expect("it is open");
+    }
+    assert!(rank.succeeded());
+}
+
+/// The other process of that test.
+fn full(name: &str) {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let device = Connection::open(name, LONG).expect("a device");
+    let limit = getrlimit(Resource::Nofile);
+    // What is open stays open.
+    setrlimit(Resource::Nofile, Rlimit { current: Some(3), ..limit }).expect("less than before");
+    let received = device.receive(LONG);
+    let is_first = |message: &Message| *message == Message::Memory { handle: 1 };
+    assert!(matches!(&received, Err(SocketError::NoDescriptor { message }) if is_first(message)), "{received:?}");
+    setrlimit(Resource::Nofile, limit).expect("as before");
+    let received = device.receive(LONG).expect("the next one has room");
+    assert_eq!((received.message, received.file.is_some()), (Message::Memory { handle: 2 }, true));
 }

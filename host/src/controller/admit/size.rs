@@ -68,7 +68,7 @@ impl Placement {
         used: impl Iterator<Item = &'p Self> + Clone,
         requests: &[&JoinRequest],
     ) -> Result<(), String> {
-        let chunk = self.chunk_len(config, requests)?;
+        let mut chunk = self.chunk_len(config, requests)?;
         let shard = Shard::new(0, self.nodes[0].device.announce.data_addrs.len() as u16);
         let shard = shard.ok_or_else(|| format!("device {} has no shard", self.nodes[0].device.name()))?;
         let slots = |window: u64| 2 * shard.most_within(window);
@@ -84,6 +84,9 @@ impl Placement {
                     free.redo_memory_bytes
                 );
                 self.turn_inline(index, requests, &why)?;
+                // Packets carry chunks from now on. Those of leaves that were looked at do not grow: several leaves have
+                // what packets carry anyway.
+                chunk = self.chunk_len(config, requests)?;
             }
         }
         // What a device moves by itself needs few slots, which stay in its caches; packets fill a network.

@@ -11,7 +11,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::{Bus, FrameReader, Greeting, TimersConfig, send};
 use sumac_hal::ids::{ChildIndex, Rank};
-use sumac_hal::op::{Path, ReduceOp};
+use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::port::Addr;
 use sumac_hal::shm::AttachRefusal;
 
@@ -86,12 +86,18 @@ fn config(controller: SocketAddr, rank: u32, ranks: u32) -> JoinConfig {
 
 /// Run `program` at each rank of a job on such a device.
 fn job(ranks: u32, behaviour: Behaviour, program: impl Fn(Communicator) + Sync) {
+    job_within(Duration::from_secs(60), ranks, behaviour, program);
+}
+
+/// The same where calls have this deadline.
+fn job_within(deadline: Duration, ranks: u32, behaviour: Behaviour, program: impl Fn(Communicator) + Sync) {
     let (socket, device) = start(ranks, behaviour);
     let controller = controller(ranks, socket);
     std::thread::scope(|scope| {
         for rank in 0..ranks {
             let program = &program;
-            scope.spawn(move || program(Communicator::join(config(controller, rank, ranks)).expect("a member")));
+            let config = JoinConfig { deadline, ..config(controller, rank, ranks) };
+            scope.spawn(move || program(Communicator::join(config).expect("a member")));
         }
     });
     drop(device.join());
@@ -205,6 +211,34 @@ fn a_device_that_is_gone_is_named_and_chunks_are_whole() {
             assert!(chunk.iter().all(|&value| value == expected), "chunk {index}: {chunk:?}");
         }
     });
+}
+
+/// A loop that only tests ends, and gets the error that a wait would have.
+#[test]
+fn testing_comes_to_an_end_like_waiting() {
+    let (long, short) = (Duration::from_secs(60), Duration::from_millis(100));
+    let lost = Error::DeviceLost { device: "leaf0".into() };
+    let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 6 * PER_CHUNK as u64);
+    let late = Error::Deadline { desc, waited: short };
+    let cases =
+        [(long, Behaviour::Dies(6), lost), (short, Behaviour::Holds, late), (long, Behaviour::Holds, Error::Cancelled)];
+    for (deadline, behaviour, expected) in cases {
+        job_within(deadline, 2, behaviour, |comm| {
+            let buffer = comm.alloc::<f32>(6 * PER_CHUNK).expect("memory");
+            let mut handle = comm.start_all_reduce(buffer, ReduceOp::Sum).expect("started");
+            if expected == Error::Cancelled {
+                assert!(!handle.test(), "nobody answers");
+                comm.canceller().cancel();
+            }
+            let begun = Instant::now();
+            while !handle.test() {
+                assert!(begun.elapsed() < Duration::from_secs(20), "still to come: {expected}");
+                std::thread::yield_now();
+            }
+            assert_eq!(handle.wait().expect_err("no result"), expected);
+            assert!(matches!(comm.barrier(), Err(Error::Ended(_))));
+        });
+    }
 }
 
 #[test]

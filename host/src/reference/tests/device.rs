@@ -45,6 +45,8 @@ pub(super) enum Behaviour {
     Aligns(u32),
     /// Registers no memory but the first region.
     Full,
+    /// Registers memory beyond so many regions under the last one's key.
+    Repeats(usize),
     /// Answers commands, and no contribution.
     Holds,
     /// Answers nothing once contributions have come, and writes to their destinations for ever.
@@ -100,7 +102,7 @@ pub(super) fn start(ranks: u32, behaviour: Behaviour) -> (String, JoinHandle<Dev
         let redo = Region::create(REDO_OFFSET + SLOTS as usize * SLOT, Pages::Normal).expect("memory");
         let seats = (0..ranks).filter_map(|_| welcome(&listener, &redo, behaviour)).collect();
         let (regions, chunks) = (HashMap::new(), BTreeMap::new());
-        let mut device = Device { behaviour, seats, regions, next_region: 5, redo, chunks, fences: 0 };
+        let mut device = Device { behaviour, seats, regions, next_region: 4, redo, chunks, fences: 0 };
         while device.turn() {
             std::thread::sleep(Duration::from_micros(20));
         }
@@ -220,8 +222,10 @@ impl Device {
         let (status, value) = match command {
             AdminCommand::Register { .. } if full => (EntryStatus::NoRoom, 0),
             AdminCommand::Register { handle, .. } => {
+                if !matches!(self.behaviour, Behaviour::Repeats(most) if most == self.regions.len()) {
+                    self.next_region += 1;
+                }
                 let key = RegionKey { index: self.next_region, generation: 1 };
-                self.next_region += 1;
                 self.regions.insert(key, self.seats[seat].handed.remove(&handle).expect("handed over before"));
                 (EntryStatus::Result, key.to_bits())
             }

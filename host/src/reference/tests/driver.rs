@@ -3,8 +3,9 @@
 use super::device::{Behaviour, CHUNK, attach, seating, start};
 use crate::endpoint::{Buffers, EndpointError, Event, OpId};
 use crate::reference::driver::ReferenceDriver;
-use crate::reference::{AttachError, Places, RegisterError, Transfer};
+use crate::reference::{AttachError, Breach, Places, RegisterError, Transfer};
 use std::time::{Duration, Instant};
+use sumac_hal::dma::RegionKey;
 use sumac_hal::mmio::{EntryStatus, Features};
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::shm::AttachRefusal;
@@ -220,6 +221,20 @@ fn memory_that_the_device_does_not_take_is_an_error_and_changes_nothing() {
     assert!(matches!(driver.alloc::<f64>(usize::MAX), Err(RegisterError::Memory(_))));
     assert!(!driver.alloc::<f32>(0).expect("nothing").is_registered());
     assert_eq!(driver.error(), None);
+}
+
+/// The bounce buffer's key, and another buffer's: what lies there would be taken for the new one's.
+#[test]
+fn memory_under_the_key_of_other_memory_ends_the_group() {
+    for regions in [1, 2] {
+        let (name, _device) = start(1, Behaviour::Repeats(regions));
+        let mut driver = attach(&name, 0, 1);
+        let kept: Vec<_> = (1..regions).map(|_| driver.alloc::<f32>(10).expect("a key of its own")).collect();
+        let breach = Breach::SameRegion { region: RegionKey { index: 4 + regions as u16, generation: 1 } };
+        assert_eq!(driver.alloc::<f32>(20).expect_err("whose is it?"), RegisterError::Broken(breach));
+        assert_eq!(driver.error(), Some(EndpointError::Broken(breach)));
+        assert_eq!(driver.registered(), kept.len());
+    }
 }
 
 #[test]
