@@ -23,7 +23,7 @@ pub mod topo;
 pub use choice::Algo;
 pub use comm::{
     BUCKET_BYTES, Buffer, Buffers, CallOptions, Canceller, Cart, Communicator, Element, Error, Handle, Held,
-    JoinConfig, JoinError, MessageHandle, Outcome, SplitError, Transfer,
+    JoinConfig, JoinError, MessageHandle, Outcome, ShrinkError, SplitError, Transfer,
 };
 pub use controller::proto::Attach;
 pub use sumac_hal::ctrl::Order;

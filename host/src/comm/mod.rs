@@ -46,6 +46,9 @@
 //! costs is the time to notice it (at once where memory is shared, else the limit for silent hops) and the movement of
 //! what is missing. [`JoinConfig::repair`] turns it off.
 //!
+//! When a rank dies, the others' operations end with [`Error::RankLost`], and whoever is left may go on in a communicator
+//! of its own: [`Communicator::shrink`].
+//!
 //! # Progress
 //!
 //! Started operations ([`Communicator::start_all_reduce`]) own their buffer until they are waited for, so that a
@@ -65,6 +68,7 @@ mod lost;
 mod messages;
 mod progress;
 mod repair;
+mod shrink;
 mod split;
 mod start;
 mod tree;
@@ -78,6 +82,7 @@ pub use error::Error;
 pub use handle::Handle;
 pub use join::{DEFAULT_PORT, JoinConfig, JoinError};
 pub use messages::MessageHandle;
+pub use shrink::ShrinkError;
 pub use split::SplitError;
 
 use self::core::Core;

@@ -61,6 +61,12 @@ pub enum ClientError {
         /// The view whose tree is lost.
         view: u32,
     },
+    /// Nobody can say who is left of the job.
+    #[error("who is left of the job: {reason}")]
+    NoSurvivors {
+        /// Why.
+        reason: String,
+    },
     /// It answered something else.
     #[error("the controller answered what was not asked; it is of another version")]
     Answer,
@@ -83,12 +89,16 @@ pub enum Notice {
 /// The view that another tree was asked for, and that tree or why there is none.
 type Answer = (u32, Result<Box<Membership>, String>);
 
+/// The round, and who is left.
+type Left = (u32, Result<Vec<Rank>, String>);
+
 /// A rank's connection while it takes part in a job.
 #[derive(Debug)]
 pub struct Session {
     stream: Mutex<TcpStream>,
     /// What the watcher read that somebody waits for; it ends with the connection.
     answers: Mutex<Receiver<Answer>>,
+    left: Mutex<Receiver<Left>>,
     watcher: Option<JoinHandle<()>>,
 }
 
@@ -163,10 +173,13 @@ impl Session {
             Err(error) => return Err(error.into()),
         };
         stream.set_read_timeout(None).map_err(StreamError::from)?;
-        let (sender, answers) = channel();
+        let ((to_replan, answers), (to_shrink, left)) = (channel(), channel());
         let watcher = std::thread::Builder::new().name("controller".into());
-        let watcher = watcher.spawn(move || watch(reader, &on_notice, &sender)).map_err(StreamError::from)?;
-        Ok((Self { stream: Mutex::new(stream), answers: Mutex::new(answers), watcher: Some(watcher) }, membership))
+        let watch = move || watch(reader, &on_notice, (&to_replan, &to_shrink));
+        let watcher = Some(watcher.spawn(watch).map_err(StreamError::from)?);
+        let session =
+            Self { stream: Mutex::new(stream), answers: Mutex::new(answers), left: Mutex::new(left), watcher };
+        Ok((session, membership))
     }
 
     /// Tell the controller that this rank's tree of view `view` is lost. It tells all ranks, this one included
@@ -202,6 +215,27 @@ impl Session {
         }
     }
 
+    /// Ask who is left of the job, and wait until all who are have asked, or until `deadline`. Returns how often that
+    /// was asked before, and the ranks; all who ask get the same.
+    ///
+    /// # Errors
+    /// [`ClientError::NoSurvivors`] if the job has not begun, or not all have asked in time; at once
+    /// [`ClientError::Stream`] if the controller is gone.
+    pub fn survivors(&self, deadline: Instant) -> Result<(u32, Vec<Rank>), ClientError> {
+        let left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        // An answer to what was given up stands for ranks that have gone on without this one.
+        while left.try_recv().is_ok() {}
+        self.send(&ClientRequest::Survivors)?;
+        match left.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            Ok((round, Ok(ranks))) => Ok((round, ranks)),
+            Ok((_, Err(reason))) => Err(ClientError::NoSurvivors { reason }),
+            Err(RecvTimeoutError::Timeout) => {
+                Err(ClientError::NoSurvivors { reason: "not all of them have asked within the time".into() })
+            }
+            Err(RecvTimeoutError::Disconnected) => Err(StreamError::Closed.into()),
+        }
+    }
+
     fn send(&self, request: &ClientRequest) -> Result<(), StreamError> {
         send(&mut *self.stream.lock().unwrap_or_else(PoisonError::into_inner), request)
     }
@@ -214,7 +248,11 @@ impl Session {
 }
 
 /// Hand on what the controller says, until the connection ends.
-fn watch(mut reader: FrameReader<TcpStream>, on_notice: &impl Fn(Notice), answers: &Sender<Answer>) {
+fn watch(
+    mut reader: FrameReader<TcpStream>,
+    on_notice: &impl Fn(Notice),
+    (answers, left): (&Sender<Answer>, &Sender<Left>),
+) {
     while let Ok(reply) = reader.recv() {
         let answer = match reply {
             ClientReply::RankLost(rank) => {
@@ -223,6 +261,10 @@ fn watch(mut reader: FrameReader<TcpStream>, on_notice: &impl Fn(Notice), answer
             }
             ClientReply::Repair { view } => {
                 on_notice(Notice::Repair { view });
+                continue;
+            }
+            ClientReply::Survivors { round, ranks } => {
+                let _ = left.send((round, ranks));
                 continue;
             }
             ClientReply::Replanned { view, membership } => (view.wrapping_sub(1), Ok(membership)),

@@ -325,6 +325,7 @@ fn serve_client(shared: &Shared, reader: &mut FrameReader<TcpStream>, stream: Tc
                 let lost = shared.lock().replan(&shared.config, place.as_ref(), &client, view);
                 lost.into_iter().for_each(release_aside);
             }
+            Ok(ClientRequest::Survivors) => shared.lock().survivors(place.as_ref(), &client),
             Err(StreamError::Closed) => break Ok(()),
             Err(error) => break Err(error),
         }

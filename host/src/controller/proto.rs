@@ -42,6 +42,8 @@ pub enum ClientRequest {
         /// The view whose tree is lost.
         view: u32,
     },
+    /// Say who is left of the job. Answered, to all alike, when every rank that is left has asked.
+    Survivors,
 }
 
 /// One rank of a job.
@@ -145,6 +147,13 @@ pub enum ClientReply {
         view: u32,
         /// Why.
         reason: String,
+    },
+    /// To Survivors.
+    Survivors {
+        /// How often that was answered before in this job.
+        round: u32,
+        /// Who is left, in order of rank, or why nobody can say.
+        ranks: Result<Vec<Rank>, String>,
     },
 }
 

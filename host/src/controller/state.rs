@@ -58,6 +58,10 @@ struct Job {
     suspected: bool,
     /// The ranks that wait for another tree than this view's.
     waiting: BTreeSet<Rank>,
+    /// Those that have asked who is left.
+    shrinking: BTreeSet<Rank>,
+    /// How often they were told.
+    shrunk: u32,
     /// This view's. `None` before the job is complete.
     placement: Option<Result<Placement, String>>,
 }
@@ -71,6 +75,8 @@ impl Job {
             view: 0,
             suspected: false,
             waiting: BTreeSet::new(),
+            shrinking: BTreeSet::new(),
+            shrunk: 0,
             placement: None,
         }
     }
@@ -236,6 +242,8 @@ impl State {
             job.members.values().for_each(|member| member.client.send(&ClientReply::RankLost(rank)));
         }
         job.refuse_waiting(name, rank);
+        job.shrinking.remove(&rank);
+        job.tell_survivors();
         if job.members.is_empty()
             && let Some(job) = self.jobs.remove(name)
         {

@@ -7,6 +7,9 @@
 //!     | <- Replanned { view + 1 } - |  --- Replanned { view + 1 } --> |   when all have asked
 //! ```
 //!
+//! Ranks whose job has lost ranks ask who is left, and go on as a job of their own: the answer comes when all who are
+//! left have asked, and is the same for all.
+//!
 //! A job is moved when all ranks of its world want that, of the same view, or not at all. Devices that the lost tree
 //! was on are not asked for the next one, however alive they seem; one that has restarted and dialled anew is another.
 //! The new group shares nothing with the lost one, number and epoch included: a device that wakes up late can't be
@@ -96,6 +99,22 @@ impl State {
         lost?.ok()
     }
 
+    /// A rank wants to know who is left of its job.
+    pub(in crate::controller) fn survivors(&mut self, place: Option<&(String, Rank)>, client: &Arc<Client>) {
+        let job = place.and_then(|(name, rank)| {
+            let job = self.jobs.get_mut(name).filter(|job| job.has(*rank, client) && job.placement.is_some())?;
+            job.shrinking.insert(*rank);
+            Some(job)
+        });
+        match job {
+            Some(job) => job.tell_survivors(),
+            None => {
+                let ranks = Err("no job that has begun was joined on this connection".to_owned());
+                client.send(&ClientReply::Survivors { round: 0, ranks });
+            }
+        }
+    }
+
     /// Return the devices that a job may be placed on, and, if some are left out, a clause that names them. Fails, with
     /// the reason, if one is pinned that it has lost.
     pub(super) fn candidates(&self, job: &Job, pinned: &[String]) -> Result<(Devices, String), String> {
@@ -120,6 +139,19 @@ impl State {
 }
 
 impl Job {
+    /// Tell who is left who is left, if all of them have asked.
+    pub(super) fn tell_survivors(&mut self) {
+        if self.shrinking.is_empty() || self.shrinking.len() < self.members.len() {
+            return;
+        }
+        self.shrinking.clear();
+        let round = self.shrunk;
+        self.shrunk += 1;
+        let ranks: Vec<Rank> = self.members.keys().copied().collect();
+        let reply = ClientReply::Survivors { round, ranks: Ok(ranks) };
+        self.members.values().for_each(|member| member.client.send(&reply));
+    }
+
     /// A rank is gone: those that wait for another tree get none.
     pub(super) fn refuse_waiting(&mut self, name: &str, gone: Rank) {
         let view = self.view;
