@@ -335,6 +335,18 @@ fn operations_that_differ_are_named() {
     });
 }
 
+/// Others attach meanwhile: ranks do not wait for as long as many silent ones may take together.
+#[test]
+fn who_connects_and_says_nothing_keeps_nobody_waiting() {
+    let cluster = Cluster::start(1, 1);
+    let seat = join(&cluster, "silent", 0, 1);
+    let socket = &seat.tree.bus.as_ref().expect("by reference").socket;
+    let _silent: Vec<_> = (0..8).map(|_| Connection::open(socket, LONG).expect("the board listens")).collect();
+    let begun = Instant::now();
+    attach(seat);
+    assert!(begun.elapsed() < Duration::from_secs(4), "it took {:?}", begun.elapsed());
+}
+
 /// Answers that nobody takes out are kept up to a limit, and then nothing more is taken in; once they are taken out,
 /// everything is answered. The numbers of chunks are those that add up to too much.
 #[test]
