@@ -335,6 +335,53 @@ fn operations_that_differ_are_named() {
     });
 }
 
+/// Others attach meanwhile: ranks do not wait for as long as many silent ones may take together.
+#[test]
+fn who_connects_and_says_nothing_keeps_nobody_waiting() {
+    let cluster = Cluster::start(1, 1);
+    let seat = join(&cluster, "silent", 0, 1);
+    let socket = &seat.tree.bus.as_ref().expect("by reference").socket;
+    let _silent: Vec<_> = (0..8).map(|_| Connection::open(socket, LONG).expect("the board listens")).collect();
+    let begun = Instant::now();
+    attach(seat);
+    assert!(begun.elapsed() < Duration::from_secs(4), "it took {:?}", begun.elapsed());
+}
+
+/// Answers that nobody takes out are kept up to a limit, and then nothing more is taken in; once they are taken out,
+/// everything is answered. The numbers of chunks are those that add up to too much.
+#[test]
+fn a_rank_that_leaves_its_answers_gets_nothing_more_in() {
+    const MORE_THAN_TAKEN: u32 = 20_000;
+    let cluster = Cluster::start(1, 1);
+    let mut rank = attach(join(&cluster, "leaves", 0, 1));
+    let stale = sumac_hal::ids::Epoch { counter: u16::MAX, ..rank.seat.tree.epoch };
+    let last = ChunkNo(u64::MAX);
+    let refused = Contribution { seq: last, epoch: stale, ..rank.run_of(RegionKey::default(), 1, 1) };
+    let command = AdminCommand::Deregister { region: RegionKey::default() };
+    let entries = [SubmissionEntry::Admin { cookie: 5, command }, SubmissionEntry::Contribution(refused)]
+        .map(|entry| entry.emit());
+    for (ends, entry) in [&mut rank.admin, &mut rank.data].into_iter().zip(entries) {
+        let (mut submitted, mut taken_last) = (0, Instant::now());
+        while taken_last.elapsed() < Duration::from_millis(300) {
+            if ends.submissions.push(&entry) == Ok(true) {
+                ends.bell.ring(ends.queue.device_bell());
+                (submitted, taken_last) = (submitted + 1, Instant::now());
+            }
+            assert!(submitted < MORE_THAN_TAKEN, "all of them are taken in");
+        }
+        for answer in 0..submitted {
+            match ends.completion() {
+                Some(CompletionEntry::Admin { cookie: 5, .. }) => {}
+                Some(CompletionEntry::Answer { seq, count: 1, .. }) if seq == last => {}
+                other => panic!("{answer} of {submitted}: {other:?}"),
+            }
+        }
+    }
+    let region = Region::create(4096, Pages::Normal).expect("memory");
+    let key = rank.register(1, &region);
+    rank.all_reduce(key, 1024);
+}
+
 /// A record of a job before would vouch for that job's data.
 #[test]
 fn redo_slots_come_without_the_records_of_a_job_before() {

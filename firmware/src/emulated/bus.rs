@@ -1,15 +1,23 @@
 //! The board's side of the bus: who connects is heard out here, and handed to the shard that serves it.
 
+mod reception;
+#[cfg(test)]
+mod tests;
+
+pub(super) use reception::Arrival;
+
 use super::BoardError;
+use reception::Reception;
+use rustix::event::{EventfdFlags, eventfd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::thread::JoinHandle;
-use std::time::Duration;
 use sumac_hal::ctrl::{self, Name};
 use sumac_hal::dma::Profile;
-use sumac_hal::ids::{BootId, ChildIndex, GroupId};
-use sumac_hal::shm::{Connection, Listener, Message, SocketError, machine};
+use sumac_hal::ids::BootId;
+use sumac_hal::shm::{Listener, machine};
 use sumac_hal::udp::Waker;
 
 /// What a board's engine is, for contributions by reference.
@@ -31,25 +39,18 @@ impl Default for BusConfig {
     }
 }
 
-/// How long who has connected may take to say who it is; others wait meanwhile.
-const HELLO_LIMIT: Duration = Duration::from_secs(1);
-
-/// How long the listener sleeps; a connection ends that.
-const IDLE: Duration = Duration::from_secs(3600);
-
-/// Somebody who wants to attach.
-pub(super) struct Arrival {
-    pub(super) connection: Connection,
-    pub(super) group: GroupId,
-    pub(super) child: ChildIndex,
-    pub(super) key: u64,
+/// What ends the thread: a descriptor of its own, as a connection takes room that there may not be.
+#[derive(Debug)]
+struct Stop {
+    is_set: AtomicBool,
+    event: OwnedFd,
 }
 
 /// The listening thread. Dropping it ends the thread.
 #[derive(Debug)]
 pub(super) struct Bus {
     announced: ctrl::Bus,
-    stop: Arc<AtomicBool>,
+    stop: Arc<Stop>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -66,21 +67,19 @@ impl Bus {
         let listener = Listener::bind(&name).map_err(BoardError::Bus)?;
         let Ok(socket) = Name::try_from(name.as_str()) else { return Ok(None) };
         let announced = ctrl::Bus { machine, socket, redo_memory_bytes: config.redo_memory_bytes as u64 };
-        let stop = Arc::new(AtomicBool::new(false));
+        let system = |source: rustix::io::Errno| BoardError::System { what: "an event", source: source.into() };
+        let event = eventfd(0, EventfdFlags::CLOEXEC).map_err(system)?;
+        let stop = Arc::new(Stop { is_set: AtomicBool::new(false), event });
         let stopped = stop.clone();
         let thread = std::thread::Builder::new().name("bus".into()).spawn(move || {
-            while !stopped.load(Ordering::Acquire) {
-                match hear(&listener) {
-                    Ok(Some(arrival)) => {
-                        // A shard that has ended takes nobody any more, and neither does this.
-                        if arrivals.send(arrival).is_err() {
-                            return;
-                        }
-                        waker.wake();
-                    }
-                    Ok(None) => {}
-                    Err(error) => tracing::warn!(%error, "somebody can't attach"),
-                }
+            let mut reception = Reception::new(listener);
+            let mut somebody_serves = true;
+            // A shard that has ended takes nobody any more, and neither does this.
+            while somebody_serves && !stopped.is_set.load(Ordering::Acquire) {
+                reception.turn(&stopped.event, |arrival| {
+                    somebody_serves &= arrivals.send(arrival).is_ok();
+                    waker.wake();
+                });
             }
         });
         let thread = thread.map_err(|source| BoardError::System { what: "start the bus's thread", source })?;
@@ -94,25 +93,11 @@ impl Bus {
 
 impl Drop for Bus {
     fn drop(&mut self) {
-        self.stop.store(true, Ordering::Release);
-        // A connection ends the thread's sleep; if that fails, there is nobody to wake.
-        let _ = Connection::open(&self.announced.socket, HELLO_LIMIT);
+        self.stop.is_set.store(true, Ordering::Release);
+        // It can fail only if the counter is full, and then the thread is awake.
+        let _ = rustix::io::write(&self.stop.event, &1_u64.to_ne_bytes());
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-    }
-}
-
-/// Wait for the next rank, and hear who it is.
-fn hear(listener: &Listener) -> Result<Option<Arrival>, SocketError> {
-    let Some(connection) = listener.accept(IDLE)? else { return Ok(None) };
-    match connection.receive(HELLO_LIMIT) {
-        Ok(received) => match received.message {
-            Message::Attach { group, child, key } => Ok(Some(Arrival { connection, group, child, key })),
-            _ => Err(SocketError::Malformed),
-        },
-        // It has thought better of it.
-        Err(SocketError::Closed) => Ok(None),
-        Err(error) => Err(error),
     }
 }

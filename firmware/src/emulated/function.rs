@@ -1,12 +1,23 @@
 //! One function: a rank's rings, its memory, its connection.
+//!
+//! Invariants:
+//! - what a rank makes a call do is bounded, and so is what is kept for it, whatever it sends and leaves unread;
+//! - memory is mapped once the rank's share has room for it.
 
+mod memory;
+#[cfg(test)]
+mod tests;
+
+pub(super) use memory::take_away;
+
+use memory::map;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 use sumac_device::Node;
-use sumac_hal::dma::{Capabilities, DmaMemory, RegionError, RegionKey, RegionTable, RegisterError};
+use sumac_hal::dma::{Capabilities, RegionError, RegionKey, RegionTable, RegisterError};
 use sumac_hal::emu::dma::EmuEngine;
 use sumac_hal::ids::{BootId, Epoch, FunctionId, GroupId};
 use sumac_hal::mmio::{
@@ -15,7 +26,8 @@ use sumac_hal::mmio::{
 };
 use sumac_hal::ring::{Consumer, Memory, Poisoned, Producer};
 use sumac_hal::shm::{
-    Bell, Bells, Connection, Function, FunctionQueue, FunctionRing, MemoryError, Message, Region, SocketError, ring,
+    Bell, Bells, Connection, Function, FunctionQueue, FunctionRing, MemoryError, Message, Received, Region,
+    SocketError, ring,
 };
 use sumac_hal::time::Instant;
 use thiserror::Error;
@@ -29,11 +41,11 @@ const DEPTH: u32 = 1024;
 /// Entries taken from a ring before others get their turn.
 const ENTRIES_PER_TURN: usize = 64;
 
-/// The longest memory that a rank may register, in bytes.
-const MEMORY_MAX_BYTES: u64 = 1 << 40;
-
 /// Memory handed over and not yet registered.
 const HANDED_OVER_MAX: usize = 16;
+
+/// Messages taken from a connection before others get their turn; what is left is told again.
+const MESSAGES_PER_TURN: usize = 2 * HANDED_OVER_MAX;
 
 /// What can't be made for a rank.
 #[derive(Debug, Error)]
@@ -117,7 +129,8 @@ pub(super) struct Attached {
     function: Function,
     admin: Ends,
     data: Ends,
-    handed_over: BTreeMap<u64, OwnedFd>,
+    /// By its handle. `None`: there was no room for the descriptor.
+    handed_over: BTreeMap<u64, Option<OwnedFd>>,
     memory: Vec<RegionKey>,
     waiting: Vec<Waiting>,
     /// What the node's window does not let in yet.
@@ -201,21 +214,20 @@ impl Attached {
 
     /// Take what its connection says; what rings a bell says nothing.
     pub(super) fn hear(&mut self) -> Result<(), Ended> {
-        loop {
-            match self.connection.receive(Duration::ZERO) {
-                Ok(received) => match (received.message, received.file) {
-                    (Message::Memory { handle }, Some(file)) => {
-                        if self.handed_over.len() == HANDED_OVER_MAX {
-                            return Err(Ended::Memory);
-                        }
-                        self.handed_over.insert(handle, file);
-                    }
-                    _ => return Err(SocketError::Malformed.into()),
-                },
+        for _ in 0..MESSAGES_PER_TURN {
+            let (message, file) = match self.connection.receive(Duration::ZERO) {
+                Ok(Received { message, file }) => (message, file),
+                Err(SocketError::NoDescriptor { message }) => (message, None),
                 Err(SocketError::Timeout(_)) => return Ok(()),
                 Err(error) => return Err(error.into()),
+            };
+            let Message::Memory { handle } = message else { return Err(SocketError::Malformed.into()) };
+            if self.handed_over.len() == HANDED_OVER_MAX {
+                return Err(Ended::Memory);
             }
+            self.handed_over.insert(handle, file);
         }
+        Ok(())
     }
 
     /// Take what was submitted, as far as it can be; true if there was something.
@@ -228,6 +240,9 @@ impl Attached {
     ) -> Result<bool, Ended> {
         let mut taken = false;
         for _ in 0..ENTRIES_PER_TURN {
+            if !self.takes_commands() {
+                break;
+            }
             let Some(words) = self.admin.submissions.pop()? else { break };
             let SubmissionEntry::Admin { cookie, command } = SubmissionEntry::parse(&words)? else {
                 return Err(Ended::Queue);
@@ -256,6 +271,11 @@ impl Attached {
         Ok(taken)
     }
 
+    /// Tell whether there is a place for another command's answer. A rank that takes none out gets none in.
+    fn takes_commands(&self) -> bool {
+        self.admin.pending.len() + self.waiting.len() < self.admin.queue.completions.capacity() as usize
+    }
+
     /// Hand an entry to the node; false if it has to wait.
     fn submit<const N: usize>(
         &mut self,
@@ -264,9 +284,9 @@ impl Attached {
         regions: &mut RegionTable<N>,
         now: Instant,
     ) -> bool {
-        let places = self.data.queue.completions.capacity();
-        // One for each chunk, and one for what a failure names.
-        if self.owed + u32::from(entry.count) + 1 > places {
+        let places = self.data.queue.completions.capacity() as usize;
+        // One for each chunk, and one for what a failure names. A rank that takes nothing out gets nothing more in.
+        if self.owed as usize + self.data.pending.len() + usize::from(entry.count) + 1 > places {
             self.parked = Some(entry);
             return false;
         }
@@ -336,19 +356,15 @@ impl Attached {
         regions: &mut RegionTable<N>,
         engine: &mut EmuEngine,
     ) -> Result<RegionKey, EntryStatus> {
-        let file = self.handed_over.remove(&handle).ok_or(EntryStatus::BadRegion)?;
-        let region = Region::open(file, MEMORY_MAX_BYTES).map_err(|_| EntryStatus::BadRegion)?;
-        if offset_bytes != 0 || len_bytes > region.len_bytes() as u64 {
-            return Err(EntryStatus::OutOfBounds);
-        }
+        let file = self.handed_over.remove(&handle).ok_or(EntryStatus::BadRegion)?.ok_or(EntryStatus::NoRoom)?;
         let key = regions.register(self.id, len_bytes).map_err(|error| match error {
             RegisterError::Empty => EntryStatus::OutOfBounds,
             _ => EntryStatus::NoRoom,
         })?;
-        if engine.map(key, Arc::new(region)).is_err() {
+        if let Err(status) = map(file, key, (offset_bytes, len_bytes), engine) {
             // Nobody has used it.
             let _ = regions.deregister(self.id, key);
-            return Err(EntryStatus::NoRoom);
+            return Err(status);
         }
         self.memory.push(key);
         Ok(key)
@@ -406,7 +422,7 @@ impl Attached {
             CompletionEntry::Answer { status, seq, count, window: now, stable: newest, .. },
         ) = (self.data.pending.back_mut(), entry)
             && *last == status
-            && first.0 + u64::from(*many) == seq.0
+            && first.0.checked_add((*many).into()) == Some(seq.0)
             && let Some(sum) = many.checked_add(count)
         {
             (*many, *window, *stable) = (sum, now, newest);
@@ -424,7 +440,7 @@ impl Attached {
     /// Tell whether its rings hold something that may be taken.
     pub(super) fn has_news(&mut self) -> bool {
         let news = |ends: &mut Ends| ends.submissions.available() != Ok(0);
-        news(&mut self.admin) || self.parked.is_none() && news(&mut self.data)
+        self.takes_commands() && news(&mut self.admin) || self.parked.is_none() && news(&mut self.data)
     }
 
     /// Tell whether something waits for a place in its rings.

@@ -17,7 +17,7 @@
 //! - memory is unmapped when its last use has been released, also that of ranks that are gone.
 
 use super::bus::{Arrival, BusConfig};
-use super::function::{Attached, Ended};
+use super::function::{Attached, Ended, take_away};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
@@ -270,13 +270,8 @@ impl Functions {
         let attached = self.attached.swap_remove(at);
         tracing::debug!(function = %attached.id(), why = %ended, "detached");
         for &key in attached.memory() {
-            match self.regions.deregister(attached.id(), key) {
-                Ok(true) => {
-                    self.engine.unmap(key);
-                }
-                Ok(false) => self.stranded.push(key),
-                // Being deregistered already.
-                Err(_) => self.stranded.push(key),
+            if !take_away(attached.id(), key, &mut self.regions, &mut self.engine) {
+                self.stranded.push(key);
             }
         }
         attached.leave(&self.bells);
@@ -339,7 +334,13 @@ impl Functions {
         }
         if !self.stranded.is_empty() {
             let (regions, engine) = (&self.regions, &mut self.engine);
-            self.stranded.retain(|&key| regions.contains(key) || !engine.unmap(key));
+            self.stranded.retain(|&key| {
+                let in_use = regions.contains(key);
+                if !in_use {
+                    engine.unmap(key);
+                }
+                in_use
+            });
         }
         let mut at = 0;
         while at < self.attached.len() {

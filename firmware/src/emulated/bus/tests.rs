@@ -1,0 +1,97 @@
+//! The reception by itself; whole boards are in the workspace's own tests.
+
+use super::reception::HELLO_LIMIT;
+use super::*;
+use std::process::Command;
+use std::time::{Duration, Instant};
+use sumac_hal::ids::{ChildIndex, GroupId};
+use sumac_hal::shm::{Connection, Message, SocketError};
+
+const LONG: Duration = Duration::from_secs(20);
+
+fn reception(test: &str) -> (Reception, String) {
+    let name = format!("sumac-bus-{}-{test}", std::process::id());
+    (Reception::new(Listener::bind(&name).expect("a free name")), name)
+}
+
+fn never() -> OwnedFd {
+    eventfd(0, EventfdFlags::CLOEXEC).expect("an event")
+}
+
+fn hello(key: u64) -> Message {
+    Message::Attach { group: GroupId(1), child: ChildIndex(0), key }
+}
+
+#[test]
+fn who_speaks_is_heard_before_those_who_do_not_have_had_their_time() {
+    let (mut reception, name) = reception("silent");
+    let connect = || Connection::open(&name, LONG).expect("it listens");
+    let begun = Instant::now();
+    // More than are listened to: the first of them give way.
+    let silent: Vec<_> = (0..100).map(|_| connect()).collect();
+    let speaker = connect();
+    speaker.send(&hello(7), None).expect("it is open");
+    let (stop, mut keys) = (never(), Vec::new());
+    while keys.is_empty() && begun.elapsed() < LONG {
+        reception.turn(&stop, |arrival| keys.push(arrival.key));
+    }
+    assert!(keys == [7] && begun.elapsed() < HELLO_LIMIT, "{keys:?} after {:?}", begun.elapsed());
+    assert!(silent[0].receive(LONG).is_err(), "it gave way");
+    assert!(matches!(silent[99].receive(Duration::ZERO), Err(SocketError::Timeout(_))), "it may still speak");
+    silent[99].send(&hello(8), None).expect("it is open");
+    while keys.len() < 2 && begun.elapsed() < LONG {
+        reception.turn(&stop, |arrival| keys.push(arrival.key));
+    }
+    assert_eq!(keys, [7, 8]);
+}
+
+#[test]
+fn who_says_nothing_or_something_else_is_hung_up_on() {
+    let (mut reception, name) = reception("rude");
+    let silent = Connection::open(&name, LONG).expect("it listens");
+    let rude = Connection::open(&name, LONG).expect("it listens");
+    let reason = sumac_hal::shm::AttachRefusal::NoRoom;
+    rude.send(&Message::Refused { reason }, None).expect("it is open");
+    let (stop, begun) = (never(), Instant::now());
+    for connection in [&rude, &silent] {
+        while matches!(connection.receive(Duration::ZERO), Err(SocketError::Timeout(_))) {
+            assert!(begun.elapsed() < LONG, "nobody hangs up");
+            reception.turn(&stop, |_| panic!("who?"));
+        }
+    }
+    assert!(begun.elapsed() >= HELLO_LIMIT, "the silent one had its time");
+}
+
+/// A device without room for connections rests. In a process of its own, which runs out of descriptors.
+#[test]
+fn a_listener_without_room_rests() {
+    let test = "emulated::bus::tests::other_process_without_room";
+    let mut program = Command::new(std::env::current_exe().expect("the test program"));
+    let output = program.args(["--exact", "--ignored", "--nocapture", test]).output().expect("a process");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains("1 passed"), "{said}");
+}
+
+#[test]
+#[ignore = "the other process of another test"]
+fn other_process_without_room() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let (mut reception, name) = reception("room");
+    let rank = Connection::open(&name, LONG).expect("it listens");
+    rank.send(&hello(9), None).expect("it is open");
+    let (stop, limit, begun) = (never(), getrlimit(Resource::Nofile), Instant::now());
+    // What is open stays open.
+    setrlimit(Resource::Nofile, Rlimit { current: Some(3), ..limit }).expect("less than before");
+    let mut turns = 0;
+    while begun.elapsed() < Duration::from_millis(500) {
+        reception.turn(&stop, |_| panic!("there is no room"));
+        turns += 1;
+    }
+    assert!(turns <= 20, "{turns} turns in half a second");
+    setrlimit(Resource::Nofile, limit).expect("as before");
+    let mut key = None;
+    while key.is_none() && begun.elapsed() < LONG {
+        reception.turn(&stop, |arrival| key = Some(arrival.key));
+    }
+    assert_eq!(key, Some(9), "it has waited");
+}
