@@ -1,6 +1,7 @@
 //! Going on without ranks that died, as MPI's user-level failure mitigation calls it (`MPI_Comm_shrink`).
 
 use super::{Communicator, JoinError};
+use crate::controller::ClientError;
 use std::time::Instant;
 use sumac_hal::ids::Rank;
 use thiserror::Error as ThisError;
@@ -21,7 +22,7 @@ pub enum ShrinkError {
         /// The communicator's name.
         name: String,
         /// What went wrong.
-        source: crate::controller::ClientError,
+        source: Box<ClientError>,
     },
     /// The new communicator did not come about, as when another rank has died meanwhile.
     #[error("joining {name}: {source}")]
@@ -49,7 +50,7 @@ impl Communicator {
             let name = core.config.job.clone();
             let Some(session) = &core.session else { return Err(ShrinkError::NoMember { name }) };
             let left = session.survivors(Instant::now() + core.config.join_timeout);
-            (core.config.clone(), left.map_err(|source| ShrinkError::Survivors { name, source })?)
+            (core.config.clone(), left.map_err(|source| ShrinkError::Survivors { name, source: Box::new(source) })?)
         };
         let (round, ranks) = left;
         let Some(place) = ranks.iter().position(|&rank| rank == Rank(self.rank())) else {
