@@ -76,7 +76,7 @@ fn join(cluster: &Cluster, job: &str, rank: u32, world: u32) -> Seat {
         attach: Attach::Shm,
         machine: machine(),
     };
-    let joined = Session::join(cluster.controller.local_addr(), request, LONG, |_| {}).expect("join");
+    let joined = Session::join(cluster.controller.local_addr(), request, LONG, |_| None).expect("join");
     let (session, membership) = joined;
     Seat { rank, tree: membership.tree.expect("a tree"), session }
 }

@@ -46,6 +46,12 @@ impl Cluster {
         Self { controller, boards }
     }
 
+    #[allow(dead_code)]
+    /// A device more, or again, of that name.
+    pub(crate) fn another(&self, name: &str) -> Board {
+        board(name.into(), self.controller.local_addr(), |board| board.bus = Some(BusConfig::default()))
+    }
+
     fn start_boards(
         leaves: usize,
         hosts: usize,

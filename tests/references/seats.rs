@@ -32,7 +32,7 @@ pub(crate) fn memberships(
             attach,
             machine: machine(),
         };
-        Session::join(cluster.controller.local_addr(), request, LONG, |_| {}).expect("join")
+        Session::join(cluster.controller.local_addr(), request, LONG, |_| None).expect("join")
     };
     let seats: Vec<_> = thread::scope(|scope| {
         let ranks: Vec<_> = (0..world).map(|rank| scope.spawn(move || join(rank))).collect();

@@ -112,8 +112,10 @@ pub(super) struct Core {
     pub(super) completed_below: u64,
     /// Operations that ran by a schedule.
     pub(super) scheduled: u64,
-    /// How many trees this communicator has lost and got over.
+    /// How many trees this communicator has lost and got over, or moved to.
     pub(super) view: u32,
+    /// The view of the job, as the controller counts.
+    pub(super) job_view: u32,
     /// What was counted at the trees before.
     pub(super) past_bytes: u64,
     pub(super) past_retransmits: u64,
@@ -152,6 +154,7 @@ impl Core {
             completed_below: 0,
             scheduled: 0,
             view: 0,
+            job_view: 0,
             past_bytes: 0,
             past_retransmits: 0,
             splits: 0,
@@ -196,6 +199,9 @@ impl Core {
         self.usable()?;
         let extent = Extent::of(&desc, self.mesh.place())?;
         extent.check(&desc, buffers)?;
+        let (deadline, before) = (self.deadline(options), self.mark());
+        self.begin_call(deadline).map_err(|error| self.end(error, &desc, before))?;
+        let begun = self.mark();
         // What can't be done is refused before the buffers are touched.
         let mut way = self.choose(&desc, options)?;
         let mut scaled = Vec::new();
@@ -205,8 +211,6 @@ impl Core {
             Buffers::Separate { output, .. } if !scaled.is_empty() => Buffers::Separate { input: &scaled, output },
             Buffers::Separate { input, output } => Buffers::Separate { input, output },
         };
-        let deadline = self.deadline(options);
-        let begun = self.mark();
         loop {
             let (path, fallback) = way;
             let result = match path {
@@ -258,7 +262,8 @@ impl Core {
         let deadline = self.deadline(options);
         let begun = self.mark();
         let path = Path::Pairwise;
-        let result = self.run_started(deadline).and_then(|()| {
+        let begins = self.begin_call(deadline).and_then(|()| self.run_started(deadline));
+        let result = begins.and_then(|()| {
             let told = self.tell_tree(&desc, path)?;
             let result = self.run_schedule((&desc, path), &schedule, buffers, deadline);
             result.map_err(|error| self.verdict(told, error, deadline))
@@ -272,6 +277,8 @@ impl Core {
         self.usable()?;
         let extent = Extent::of(&desc, self.mesh.place())?;
         extent.check(&desc, &owned.lend())?;
+        let (deadline, before) = (self.deadline(options), self.mark());
+        self.begin_call(deadline).map_err(|error| self.end(error, &desc, before))?;
         let (path, fallback) = self.choose(&desc, options)?;
         let mut scaled = Vec::new();
         premultiply(&desc, &extent, &mut owned.lend(), options, &mut scaled)?;
@@ -398,7 +405,7 @@ impl Core {
     }
 
     /// Run all started schedules, in the order of posting.
-    fn run_started(&mut self, deadline: Deadline) -> Result<(), Error> {
+    pub(super) fn run_started(&mut self, deadline: Deadline) -> Result<(), Error> {
         while !self.schedules.is_empty() {
             self.run_next_schedule(deadline)?;
         }

@@ -5,7 +5,7 @@ use super::lost::Lost;
 use super::tree::{Tree, seating};
 use crate::choice::{Algo, Declared, Situation};
 use crate::coll::Place;
-use crate::controller::proto::{Attach, JoinRequest, TreeMembership, UnknownAttach};
+use crate::controller::proto::{Attach, ClientRequest, JoinRequest, TreeMembership, UnknownAttach};
 use crate::controller::{ClientError, Notice, Session};
 use crate::endpoint::Endpoint;
 use crate::exec::{JobToken, Mesh, MeshError, TreeDriver};
@@ -177,9 +177,20 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     };
     let lost = Arc::new(super::lost::Lost::new(port.waker()));
     let watch = Arc::clone(&lost);
+    let may_repair = config.repair;
     let on_notice = move |notice| match notice {
-        Notice::RankLost(rank) => watch.set(rank),
-        Notice::Repair { view } => watch.repair(view),
+        Notice::Offer { view } if may_repair => Some(ClientRequest::Pause { view, at: watch.offers.offer(view) }),
+        other => {
+            match other {
+                Notice::RankLost(rank) => watch.set(rank),
+                Notice::Repair { view } => watch.repair(view),
+                Notice::MoveAt { view, call } => watch.offers.move_at(view, call),
+                Notice::Withdrawn => watch.offers.withdraw(),
+                // Without an answer of this rank nobody moves.
+                Notice::Offer { .. } => {}
+            }
+            None
+        }
     };
     let (session, membership) = Session::join(config.controller, request, config.join_timeout, on_notice)?;
     let place = Place::new(rank, world).map_err(|error| JoinError::Membership(error.to_string()))?;

@@ -5,6 +5,7 @@
 //! ([`Lost::set_wakers`]): nothing is missed, whichever came first.
 
 use super::core::Core;
+use super::offer::Offers;
 use crate::reference;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -22,6 +23,8 @@ pub(super) struct Lost {
     /// The last view whose tree is lost, and one; 0: none is.
     repairs: AtomicU32,
     wakers: Mutex<Wakers>,
+    /// Where to move, among calls.
+    pub(super) offers: Offers,
     /// Whom to repair if none of its calls does.
     core: OnceLock<Weak<Mutex<Core>>>,
 }
@@ -39,7 +42,15 @@ impl Lost {
     pub(super) const fn new(waker: Waker) -> Self {
         let (is_set, is_cancelled) = (AtomicBool::new(false), AtomicBool::new(false));
         let wakers = Mutex::new(Wakers { port: Some(waker), reference: None });
-        Self { is_set, is_cancelled, rank: Mutex::new(None), repairs: AtomicU32::new(0), wakers, core: OnceLock::new() }
+        Self {
+            is_set,
+            is_cancelled,
+            rank: Mutex::new(None),
+            repairs: AtomicU32::new(0),
+            wakers,
+            offers: Offers::new(),
+            core: OnceLock::new(),
+        }
     }
 
     fn wakers(&self) -> MutexGuard<'_, Wakers> {
@@ -57,6 +68,7 @@ impl Lost {
     }
 
     fn wake(&self) {
+        self.offers.wake();
         let wakers = self.wakers();
         wakers.port.iter().for_each(Waker::wake);
         wakers.reference.iter().for_each(reference::Waker::wake);

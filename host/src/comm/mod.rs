@@ -66,6 +66,7 @@ mod handle;
 mod join;
 mod lost;
 mod messages;
+mod offer;
 mod progress;
 mod repair;
 mod shrink;

@@ -114,7 +114,7 @@ impl Core {
         if self.lost.is_cancelled() {
             return Err(Error::Cancelled);
         }
-        if self.lost.repair_wanted() > self.view {
+        if self.lost.repair_wanted() > self.job_view {
             return Err(Error::PathLost);
         }
         let now = Instant::now();

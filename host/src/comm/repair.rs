@@ -15,6 +15,7 @@
 use super::core::{Core, Owned, Started};
 use super::error::Error;
 use super::join::enter;
+use super::offer::Turn;
 use super::progress::{Deadline, InFlight, Lent};
 use super::tree::Tree;
 use crate::choice::{Algo, Declared, Situation, explain};
@@ -22,6 +23,7 @@ use crate::controller::proto::Membership;
 use crate::endpoint::OpId;
 use crate::exec::Buffers;
 use crate::repair::{self, Ledger, Piece, Source, Unrepairable};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
@@ -66,7 +68,7 @@ impl Core {
         let (job, rank, view) = (self.config.job.clone(), self.config.rank, self.view);
         tracing::warn!(job, rank, view, %cause, "the tree is lost: repairing");
         if let Some(session) = &self.session {
-            session.suspect(view);
+            session.suspect(self.job_view);
         }
         self.situation.tree = Err(format!("its tree was lost ({cause})"));
         self.forget_choices();
@@ -89,12 +91,7 @@ impl Core {
         };
         let ops = tree.remains().ops();
         let completed_below = ops.in_flight().find(|op| op.end() > cut).map_or(ops.next_id(), |op| op.id);
-        self.view += 1;
-        self.completed_below = 0;
-        if let Some(found) = found {
-            self.situation = found.situation;
-            self.tree = Some(found.tree);
-        }
+        self.install(found);
         let (took, repair_bytes) = (began.elapsed(), self.mesh.sent_bytes() - sent_before);
         let on = self.tree.as_ref().map_or("schedules", |_| "another tree");
         tracing::warn!(job, rank, view, repair_bytes, took_ms = took.as_millis() as u64, on, "repaired");
@@ -104,7 +101,7 @@ impl Core {
 
     /// Repair because another rank has asked for it, outside of any call.
     pub(super) fn serve_repair(&mut self, view: u32) {
-        if view != self.view || self.tree.is_none() || self.usable().is_err() || !self.config.repair {
+        if view != self.job_view || self.tree.is_none() || self.usable().is_err() || !self.config.repair {
             return;
         }
         let limit = self.config.deadline;
@@ -234,6 +231,49 @@ impl Core {
         Ok(found.filter(|_| all_alike))
     }
 
+    /// Go on with this tree, or without.
+    fn install(&mut self, found: Option<Found>) {
+        self.view += 1;
+        self.completed_below = 0;
+        self.lost.offers.withdraw();
+        if let Some(found) = found {
+            self.situation = found.situation;
+            self.tree = Some(found.tree);
+            self.forget_choices();
+        }
+    }
+
+    /// Begin a call of all ranks, the next in their common order: where they have agreed to move to a tree, do that
+    /// first.
+    ///
+    /// # Errors
+    /// What the communicator ends with.
+    pub(super) fn begin_call(&mut self, deadline: Deadline) -> Result<(), Error> {
+        let lost = Arc::clone(&self.lost);
+        let (at, waited) = deadline;
+        match lost.offers.begin(at, || lost.rank().is_some() || lost.is_cancelled()) {
+            Turn::Go => Ok(()),
+            Turn::TooLate => Err(Error::Deadline { desc: OpDesc::barrier(), waited }),
+            Turn::Move(view) => self.move_to(view, deadline),
+        }
+    }
+
+    /// Move to the tree that was offered; all ranks are here. What was started before runs to its end first, since only
+    /// then all connections are between the same two operations.
+    fn move_to(&mut self, job_view: u32, deadline: Deadline) -> Result<(), Error> {
+        if self.tree.is_some() {
+            self.lost.offers.withdraw();
+            return Ok(());
+        }
+        self.run_started(deadline)?;
+        self.job_view = job_view;
+        let found = self.commit(deadline)?;
+        let (job, rank, moved) = (&self.config.job, self.config.rank, found.is_some());
+        tracing::info!(job, rank, moved, "a tree was offered");
+        self.install(found);
+        Ok(())
+    }
+
     /// Ask the controller for another tree and take a seat in it. `None` if there is none, which is no error.
     fn find_tree(&mut self, (at, _): Deadline) -> Option<Found> {
         let (job, rank) = (self.config.job.clone(), self.config.rank);
@@ -242,10 +282,11 @@ impl Core {
             None
         };
         let limit = at.min(Instant::now() + REPLAN_LIMIT);
-        let membership = match self.session.as_ref()?.replan(self.view, limit) {
+        let membership = match self.session.as_ref()?.replan(self.job_view, limit) {
             Ok(membership) => membership,
             Err(error) => return none(&error),
         };
+        self.job_view += 1;
         let Membership { tree, expression, table, .. } = membership;
         let place = match tree {
             Ok(place) => place,

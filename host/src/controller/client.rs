@@ -4,7 +4,7 @@ use super::proto::{ClientReply, ClientRequest, JoinRefusal, JoinRequest, Members
 use std::io::ErrorKind;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::{FrameReader, Greeting, StreamError, send};
@@ -84,6 +84,20 @@ pub enum Notice {
         /// The view. A job begins with 0, and each [`Session::replan`] begins the next one.
         view: u32,
     },
+    /// The job has no tree, and may have one now: answer with [`ClientRequest::Pause`].
+    Offer {
+        /// The job's view.
+        view: u32,
+    },
+    /// All ranks are to ask for a tree right before that call.
+    MoveAt {
+        /// The view that was offered.
+        view: u32,
+        /// The number of the call.
+        call: u64,
+    },
+    /// The offer is off, or the controller gone.
+    Withdrawn,
 }
 
 /// The view that another tree was asked for, and that tree or why there is none.
@@ -95,7 +109,7 @@ type Left = (u32, Result<Vec<Rank>, String>);
 /// A rank's connection while it takes part in a job.
 #[derive(Debug)]
 pub struct Session {
-    stream: Mutex<TcpStream>,
+    stream: Arc<Mutex<TcpStream>>,
     /// What the watcher read that somebody waits for; it ends with the connection.
     answers: Mutex<Receiver<Answer>>,
     left: Mutex<Receiver<Left>>,
@@ -127,7 +141,7 @@ pub fn status(addr: SocketAddr) -> Result<StatusReport, ClientError> {
 
 impl Session {
     /// Join a job and wait until all its ranks have, at most `timeout`. From then on, `on_notice` is called (on a
-    /// thread of its own) with what the controller says by itself. It must not wait for [`Session::replan`], whose answer
+    /// thread of its own) with what the controller says by itself, and may return what is answered. It must not wait for [`Session::replan`], whose answer
     /// that thread reads.
     ///
     /// # Errors
@@ -136,7 +150,7 @@ impl Session {
         addr: SocketAddr,
         request: JoinRequest,
         timeout: Duration,
-        on_notice: impl Fn(Notice) + Send + 'static,
+        on_notice: impl Fn(Notice) -> Option<ClientRequest> + Send + 'static,
     ) -> Result<(Self, Membership), ClientError> {
         Self::join_on(addr, request, Vec::new(), timeout, on_notice)
     }
@@ -151,7 +165,7 @@ impl Session {
         request: JoinRequest,
         devices: Vec<String>,
         timeout: Duration,
-        on_notice: impl Fn(Notice) + Send + 'static,
+        on_notice: impl Fn(Notice) -> Option<ClientRequest> + Send + 'static,
     ) -> Result<(Self, Membership), ClientError> {
         let (mut stream, mut reader) = connect(addr)?;
         let (job, world) = (request.job.clone(), request.world);
@@ -175,10 +189,11 @@ impl Session {
         stream.set_read_timeout(None).map_err(StreamError::from)?;
         let ((to_replan, answers), (to_shrink, left)) = (channel(), channel());
         let watcher = std::thread::Builder::new().name("controller".into());
-        let watch = move || watch(reader, &on_notice, (&to_replan, &to_shrink));
+        let stream = Arc::new(Mutex::new(stream));
+        let answer = Arc::clone(&stream);
+        let watch = move || watch(reader, &answer, &on_notice, (&to_replan, &to_shrink));
         let watcher = Some(watcher.spawn(watch).map_err(StreamError::from)?);
-        let session =
-            Self { stream: Mutex::new(stream), answers: Mutex::new(answers), left: Mutex::new(left), watcher };
+        let session = Self { stream, answers: Mutex::new(answers), left: Mutex::new(left), watcher };
         Ok((session, membership))
     }
 
@@ -250,36 +265,46 @@ impl Session {
 /// Hand on what the controller says, until the connection ends.
 fn watch(
     mut reader: FrameReader<TcpStream>,
-    on_notice: &impl Fn(Notice),
+    stream: &Mutex<TcpStream>,
+    on_notice: &impl Fn(Notice) -> Option<ClientRequest>,
     (answers, left): (&Sender<Answer>, &Sender<Left>),
 ) {
     while let Ok(reply) = reader.recv() {
-        let answer = match reply {
-            ClientReply::RankLost(rank) => {
-                on_notice(Notice::RankLost(rank));
+        let notice = match reply {
+            ClientReply::RankLost(rank) => Notice::RankLost(rank),
+            ClientReply::Repair { view } => Notice::Repair { view },
+            ClientReply::Offer { view } => Notice::Offer { view },
+            ClientReply::MoveAt { view, call } => Notice::MoveAt { view, call },
+            ClientReply::Withdrawn => Notice::Withdrawn,
+            // The receivers live as long as the session, which outlives this.
+            ClientReply::Replanned { view, membership } => {
+                let _ = answers.send((view.wrapping_sub(1), Ok(membership)));
                 continue;
             }
-            ClientReply::Repair { view } => {
-                on_notice(Notice::Repair { view });
+            ClientReply::NotReplanned { view, reason } => {
+                let _ = answers.send((view, Err(reason)));
                 continue;
             }
             ClientReply::Survivors { round, ranks } => {
                 let _ = left.send((round, ranks));
                 continue;
             }
-            ClientReply::Replanned { view, membership } => (view.wrapping_sub(1), Ok(membership)),
-            ClientReply::NotReplanned { view, reason } => (view, Err(reason)),
             _ => continue,
         };
-        // The receiver lives as long as the session, which outlives this.
-        let _ = answers.send(answer);
+        if let Some(answer) = on_notice(notice)
+            && let Err(error) = send(&mut *stream.lock().unwrap_or_else(PoisonError::into_inner), &answer)
+        {
+            tracing::debug!(%error, "controller can't be answered");
+        }
     }
+    // Nobody says where to move any more.
+    on_notice(Notice::Withdrawn);
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
         // Ends the watcher's read; what was sent before still arrives. Fails only if the peer was faster.
-        let _ = self.stream.get_mut().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Both);
+        let _ = self.stream.lock().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Both);
         if let Some(watcher) = self.watcher.take() {
             let _ = watcher.join();
         }

@@ -290,6 +290,7 @@ fn serve_connection(shared: &Shared, stream: TcpStream) -> Result<(), StreamErro
             tracing::info!(device = session.name(), boot_id = session.announce.boot_id.0, "device connected");
             // Welcomes it: the device knows then that it is registered.
             let welcome = session.hello();
+            shared.lock().offer();
             let ended = welcome.and_then(|()| session.read_responses(&mut reader));
             shared.lock().remove_device(&session);
             tracing::info!(device = session.name(), "device gone");
@@ -325,6 +326,7 @@ fn serve_client(shared: &Shared, reader: &mut FrameReader<TcpStream>, stream: Tc
                 let lost = shared.lock().replan(&shared.config, place.as_ref(), &client, view);
                 lost.into_iter().for_each(release_aside);
             }
+            Ok(ClientRequest::Pause { view, at }) => shared.lock().pause(place.as_ref(), &client, view, at),
             Ok(ClientRequest::Survivors) => shared.lock().survivors(place.as_ref(), &client),
             Err(StreamError::Closed) => break Ok(()),
             Err(error) => break Err(error),

@@ -44,6 +44,13 @@ pub enum ClientRequest {
     },
     /// Say who is left of the job. Answered, to all alike, when every rank that is left has asked.
     Survivors,
+    /// To Offer: this rank begins no call from that number on before it hears more.
+    Pause {
+        /// The view that is offered.
+        view: u32,
+        /// The number of the call: how many came before it.
+        at: u64,
+    },
 }
 
 /// One rank of a job.
@@ -155,6 +162,20 @@ pub enum ClientReply {
         /// Who is left, in order of rank, or why nobody can say.
         ranks: Result<Vec<Rank>, String>,
     },
+    /// By itself: the job has no tree in that view, and may have one now. Each rank answers with Pause.
+    Offer {
+        /// The view.
+        view: u32,
+    },
+    /// To Pause, when all ranks have answered: ask for another tree, by Replan, right before that call.
+    MoveAt {
+        /// The view that was offered.
+        view: u32,
+        /// The number of the call.
+        call: u64,
+    },
+    /// By itself: the offer is off.
+    Withdrawn,
 }
 
 /// Why a rank can't join.

@@ -1,5 +1,6 @@
 //! Devices and jobs, and what happens to them.
 
+mod offer;
 mod repair;
 
 use super::ControllerConfig;
@@ -58,6 +59,8 @@ struct Job {
     suspected: bool,
     /// The ranks that wait for another tree than this view's.
     waiting: BTreeSet<Rank>,
+    /// While a tree is offered to a job without one: from which call on each rank waits.
+    offer: Option<BTreeMap<Rank, u64>>,
     /// Those that have asked who is left.
     shrinking: BTreeSet<Rank>,
     /// How often they were told.
@@ -75,6 +78,7 @@ impl Job {
             view: 0,
             suspected: false,
             waiting: BTreeSet::new(),
+            offer: None,
             shrinking: BTreeSet::new(),
             shrunk: 0,
             placement: None,
@@ -242,6 +246,7 @@ impl State {
             job.members.values().for_each(|member| member.client.send(&ClientReply::RankLost(rank)));
         }
         job.refuse_waiting(name, rank);
+        job.withdraw_offer();
         job.shrinking.remove(&rank);
         job.tell_survivors();
         if job.members.is_empty()

@@ -165,7 +165,7 @@ fn join_in(
                 attach,
                 machine: machine.map(text),
             };
-            thread::spawn(move || Session::join(addr, request, GREETING_TIMEOUT, |_| {}))
+            thread::spawn(move || Session::join(addr, request, GREETING_TIMEOUT, |_| None))
         })
         .collect();
     let joined = joining.into_iter().map(|rank| rank.join().expect("no panic"));

@@ -83,7 +83,7 @@ impl Probe {
             attach: Attach::Udp,
             machine: None,
         };
-        let (session, membership) = Session::join_on(controller, request, devices, timeout, |_| {})?;
+        let (session, membership) = Session::join_on(controller, request, devices, timeout, |_| None)?;
         let tree = membership.tree.map_err(ProbeError::NoTree)?;
         if tree.parents.is_empty() || tree.window_max == 0 {
             return Err(ProbeError::NoTree(format!("a tree with leaf {:?} but no way to it", tree.leaf)));

@@ -91,6 +91,7 @@ impl State {
         job.view += 1;
         job.suspected = false;
         job.waiting.clear();
+        job.offer = None;
         let placed = self.place(config, name, &job);
         let lost = job.placement.replace(placed);
         let view = job.view;

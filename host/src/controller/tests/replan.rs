@@ -237,7 +237,7 @@ fn what_a_job_left_counts_against_nothing() {
     replan(&mut ranks, 0);
     assert_eq!(released(&device), of(&before[0]).group);
     let other = JoinRequest { job: "other".into(), ..request(0, 1) };
-    let (_session, membership) = Session::join(controller.local_addr(), other, SOON, |_| {}).expect("an answer");
+    let (_session, membership) = Session::join(controller.local_addr(), other, SOON, |_| None).expect("an answer");
     // Slots for a window of 256 are half of what a device has.
     assert_eq!((of(&membership).leaf.as_str(), of(&membership).window_max), ("leaf0", 256));
 }
@@ -339,7 +339,12 @@ fn sessions_hear_of_a_lost_tree_and_get_another_one() {
     let joining: Vec<_> = (0..2)
         .map(|rank| {
             let told = told.clone();
-            let told = move |notice| told.send((rank, notice)).expect("somebody listens");
+            let told = move |notice| {
+                if notice != Notice::Withdrawn {
+                    told.send((rank, notice)).expect("somebody listens");
+                }
+                None
+            };
             thread::spawn(move || Session::join(addr, request(rank, 2), SOON, told).expect("an answer"))
         })
         .collect();
@@ -392,7 +397,7 @@ fn answers_of_other_views_are_dropped() {
     let replanned = |view| ClientReply::Replanned { view, membership: Box::new(nowhere(view.into())) };
     let stale = ClientReply::NotReplanned { view: 2, reason: "stale".into() };
     let (addr, serving) = scripted(vec![replanned(0), stale, replanned(3), replanned(5), replanned(4)]);
-    let (session, _) = Session::join(addr, request(0, 1), SOON, |_| {}).expect("an answer");
+    let (session, _) = Session::join(addr, request(0, 1), SOON, |_| None).expect("an answer");
     assert_eq!(session.replan(3, Instant::now() + SOON).expect("an answer").mesh_token, 4);
     serving.join().expect("as scripted");
 }
@@ -403,7 +408,7 @@ fn a_controller_that_is_gone_ends_the_wait() {
         session
     }
     let (addr, serving) = scripted(Vec::new());
-    let (session, _) = Session::join(addr, request(0, 1), SOON, |_| {}).expect("an answer");
+    let (session, _) = Session::join(addr, request(0, 1), SOON, |_| None).expect("an answer");
     let session = shared(session);
     // The deadline is beyond what the test may take.
     let error = session.replan(3, Instant::now() + Duration::from_secs(3600)).expect_err("it is gone");
