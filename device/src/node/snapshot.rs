@@ -81,12 +81,11 @@ impl Node<'_> {
         group.map_or(0, |group| group.answered_below)
     }
 
-    /// Let the group take for granted that every child has what was answered here, whatever it says of itself: what a
-    /// node would do that trusted windows alone.
+    /// Let the group take for granted that every child has what was answered here, until one says something new: what a
+    /// node would use its slots by that did not wait for `have`.
     pub fn assume_landed(&mut self, group: GroupId) {
-        let Some(mut live) = self.find(group).and_then(|index| self.live(index)) else { return };
-        let mark = live.shard().global(live.group.answered_below);
-        (0..live.children.len()).for_each(|child| live.note_have(child, mark));
+        let Some(live) = self.find(group).and_then(|index| self.live(index)) else { return };
+        live.group.min_have = live.shard().global(live.group.answered_below);
     }
 
     /// Give a group another window and fewer slots than it was created with, unchecked.
