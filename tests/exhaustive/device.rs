@@ -121,10 +121,10 @@ impl Device {
         match event {
             Event::Packets(packets) => awake(&|node| {
                 for (from, bytes) in packets {
+                    node.handle(*from, bytes, Uplink::AFTERWARDS);
                     if scope.rules.trusting {
                         node.assume_landed(GROUP);
                     }
-                    node.handle(*from, bytes, Uplink::AFTERWARDS);
                 }
             }),
             Event::Timer => awake(&|node| node.handle_timeout(Uplink::AFTERWARDS)),

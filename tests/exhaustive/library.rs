@@ -72,6 +72,10 @@ struct Shelf {
     facts: Vec<Facts>,
     numbers: HashMap<Rc<Machine>, u32, BuildHasherDefault<DefaultHasher>>,
     outcomes: HashMap<(u32, u64), Rc<Outcome>, BuildHasherDefault<Mix>>,
+    /// Steps from one state to another.
+    steps: Vec<(u32, u32)>,
+    /// States, and packets that are inert there.
+    inert: Vec<(u32, u32)>,
 }
 
 /// What was found out.
@@ -156,8 +160,40 @@ impl<'s> Library<'s> {
         let sent = act.sent.into_iter().map(|(to, bytes)| self.letter_number(Letter { from, to, bytes })).collect();
         let next = self.number_of(machine, act.next);
         let outcome = Rc::new(Outcome { next, sent, inert: act.inert, flaw: act.flaw });
-        self.shelves[machine].outcomes.insert(key, Rc::clone(&outcome));
+        let shelf = &mut self.shelves[machine];
+        shelf.outcomes.insert(key, Rc::clone(&outcome));
+        // Where machines are calm they only change the names of their tokens, to some that were used before; what was
+        // taken away until then would have to change with them.
+        if next != state && happening != Happening::Calm {
+            shelf.steps.push((state, next));
+        }
+        if let Happening::Packet(packet) = happening
+            && act.inert
+        {
+            shelf.inert.push((state, packet));
+        }
         outcome
+    }
+
+    /// Return a packet that was inert in a state of its receiver, and is not in a later one. If there is none, it was
+    /// right to take such packets away: one step after the other, they stay without effect.
+    pub(crate) fn revived(&mut self) -> Option<u32> {
+        (0..self.machines()).find_map(|machine| {
+            let steps = self.shelves[machine].steps.clone();
+            let mut nexts: HashMap<u32, Vec<u32>> = HashMap::new();
+            steps.iter().for_each(|&(state, next)| nexts.entry(state).or_default().push(next));
+            // What turns out to be inert in a later state is added behind, and looked at in its turn.
+            let mut looked = 0;
+            while let Some(&(state, packet)) = self.shelves[machine].inert.get(looked) {
+                looked += 1;
+                for &next in nexts.get(&state).into_iter().flatten() {
+                    if !self.outcome(machine, next, Happening::Packet(packet)).inert {
+                        return Some(packet);
+                    }
+                }
+            }
+            None
+        })
     }
 
     fn number_of(&mut self, machine: usize, state: Machine) -> u32 {

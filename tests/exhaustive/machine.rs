@@ -52,6 +52,8 @@ pub(crate) enum Flaw {
     Unstable,
     /// There is no way to the end any more.
     Stuck,
+    /// A packet that could make no difference, and never was to, makes one after all.
+    Revived,
     /// At the end something is left to be sent or waited for.
     Restless,
 }

@@ -3,7 +3,8 @@
 //! A state is: what was used up of the scope's faults, the state of each machine, and the packets on their way, in no
 //! order. Time is left out: a timer that is armed may fire, whenever packets are on their way as often as the scope
 //! allows, and whenever none is. A packet that can't make a difference any more is taken away at once; whether it
-//! arrives, gets lost or is doubled is the same.
+//! arrives, gets lost or is doubled is the same. That it never will is not believed but checked, for each step of its
+//! receiver ([`Library::revived`]).
 
 use crate::library::{Happening, Library};
 use crate::machine::{Facts, Flaw};
@@ -174,6 +175,10 @@ impl<'s> Search<'s> {
             index += 1;
         }
         self.check_ends()?;
+        if let Some(packet) = self.library.revived() {
+            let text = self.library.describe(packet);
+            return Err(self.violation(Flaw::Revived, text, 0, None));
+        }
         Ok(self.report())
     }
 
@@ -402,4 +407,4 @@ impl<'s> Search<'s> {
 }
 
 /// The most states of a search: what fits in memory, and in a number.
-const STATES_MAX: usize = 60_000_000;
+const STATES_MAX: usize = 40_000_000;
