@@ -15,6 +15,7 @@ use sumac_hal::wire::NakReason;
 
 /// One child of a group. Boards allocate these; their content is the node's.
 #[derive(Debug, Clone, Copy)]
+#[cfg_attr(feature = "snapshot", derive(PartialEq, Eq, Hash))]
 pub struct Child {
     pub(crate) key: u64,
     /// Where its first valid packet came from; replies go only there.
@@ -55,7 +56,7 @@ impl Child {
 }
 
 /// Why a group is at its end, and from which chunk on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Failure {
     pub(crate) from: ChunkNo,
     pub(crate) reason: NakReason,
@@ -65,6 +66,7 @@ pub(crate) struct Failure {
 
 /// The window that answers grant: additive increase, multiplicative decrease (PROTOCOL 3).
 #[derive(Debug, Clone, Copy)]
+#[cfg_attr(feature = "snapshot", derive(PartialEq, Eq, Hash))]
 pub(crate) struct Window {
     /// In 1/256 of a contribution.
     q8: u32,
@@ -103,6 +105,7 @@ impl Window {
 
 /// The way to the parent.
 #[derive(Debug, Clone)]
+#[cfg_attr(feature = "snapshot", derive(PartialEq, Eq, Hash))]
 pub(crate) struct Parent {
     pub(crate) addr: Addr,
     pub(crate) child: ChildIndex,
@@ -117,6 +120,7 @@ pub(crate) struct Parent {
 
 /// One aggregation group. Boards allocate these; their content is the node's.
 #[derive(Debug)]
+#[cfg_attr(feature = "snapshot", derive(Clone, PartialEq, Eq, Hash))]
 pub struct Group {
     pub(crate) config: GroupConfig,
     pub(crate) children: Span,

@@ -31,6 +31,8 @@ mod trace;
 
 pub use group::{Child, Group};
 pub use memory::{Memory, Storage};
+#[cfg(feature = "snapshot")]
+pub use node::Rest;
 pub use node::{
     Answer, AttachError, Event, MAX_EVENTS, MAX_REPLIES, Node, NodeConfig, Outgoing, RedoSlot, Reference, References,
     Transmit,

@@ -71,7 +71,7 @@ impl<const GROUPS: usize, const CHILDREN: usize, const SLOTS: usize, const BYTES
 }
 
 /// A run of entries in one of the tables.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) struct Span {
     pub(crate) start: usize,
     pub(crate) len: usize,

@@ -1,7 +1,7 @@
 //! Bitmaps of children and of slots.
 
 /// A set of the numbers 0 .. 64 x `WORDS`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Bits<const WORDS: usize> {
     words: [u64; WORDS],
 }

@@ -17,7 +17,7 @@ use sumac_hal::op::OpDesc;
 use sumac_hal::reduce::Kernel;
 
 /// Where a slot is in its chunk's life.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum State {
     /// Never used in this group.
     Free,
@@ -33,6 +33,7 @@ pub(crate) enum State {
 
 /// One chunk in flight. Boards allocate these; their content is the node's.
 #[derive(Debug, Clone, Copy)]
+#[cfg_attr(feature = "snapshot", derive(PartialEq, Eq, Hash))]
 pub struct Slot {
     /// The chunk's local number; meaningless while `Free`.
     pub(crate) local: u64,

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
 /// What the keys of one group on one node are made of. Its `Debug` output does not show it.
-#[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct GroupSecret(pub [u8; 16]);
 
 impl GroupSecret {

@@ -94,6 +94,11 @@
 //!   data finds out, instead of going on alone.
 //! - Probes back off by times drawn per child: 256 children that lost their packets in one burst and ask again at the same
 //!   moments lose them again (seeds 472, 1693 and 1984).
+//! - A node sends no answer again to a child that has said to have it, whoever asks: an overtaken probe would keep the
+//!   answer in a slot that the next chunk is about to use (found by `tests/exhaustive`).
+//! - Slots that are twice the window are safe even where nodes do not wait for `have` before they use one again; with
+//!   fewer, or with ranks that count what is in flight, only that wait is between a rank and a lost result
+//!   (`tests/exhaustive` shows both: up to 3 ranks, two levels, loss and duplication in any order).
 //! - Operations that run by a schedule send an `Empty` with their signature through the tree, so that ranks on different
 //!   paths find out as well.
 #![cfg_attr(not(any(feature = "std", test)), no_std)]

@@ -6,7 +6,7 @@
 use core::time::Duration;
 
 /// A round-trip estimate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Rtt {
     smoothed: Option<Duration>,
     deviation: Duration,

@@ -13,7 +13,7 @@ pub const RUN: u64 = 16;
 pub const MAX_SHARDS: usize = 8;
 
 /// One shard of K.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Shard {
     index: u64,
     shards: u64,

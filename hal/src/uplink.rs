@@ -10,6 +10,9 @@
 //! - a seq is answered once: [`Uplink::on_answer`] tells the first time from all others;
 //! - nothing is sent again that was sent after the probe whose Status says that it is missing.
 
+#[cfg(feature = "snapshot")]
+mod snapshot;
+
 use crate::rtt::Rtt;
 use crate::time::Instant;
 use core::time::Duration;
@@ -21,7 +24,7 @@ pub const MAX_WINDOW: u64 = 256;
 pub const REORDER_TOLERANCE: u32 = 3;
 
 /// The timers of a hop.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct HopTimers {
     /// The least time before a probe.
     pub probe_min: Duration,
@@ -54,7 +57,7 @@ pub struct Probe {
 }
 
 /// The state of one hop, seen from the child.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Uplink {
     timers: HopTimers,
     rtt: Rtt,
@@ -73,7 +76,7 @@ pub struct Uplink {
 }
 
 /// The probe that is out.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Asked {
     token: u32,
     at: Instant,
@@ -87,7 +90,7 @@ struct Asked {
 /// and fetched; so after [`Listening::PATIENCE`] results that came to this child alone, and none that was shared, it
 /// asks no more. The same ends it where a sibling does not listen, and costs nothing then. A shared result that comes
 /// later, as a slow child finds it behind copies that it has asked for, proves that it can hear, and it asks again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Listening {
     asks: bool,
     /// Results that came alone so far; counted until the first shared one.

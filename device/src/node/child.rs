@@ -417,10 +417,12 @@ impl Live<'_> {
         }
     }
 
-    /// Send the answer of slot `index` to `child` again, if it has the credit and is not about to get it anyway.
+    /// Send the answer of slot `index` to `child` again, if it has the credit and neither has it nor is about to get it
+    /// anyway. Whoever asks may have said since that it has the chunk: then the slot may be about to hold another one.
     fn answer_again(&mut self, child: usize, index: usize) {
+        let landed = self.shard().below(self.children[child].have);
         let slot = &mut self.slots[index];
-        if slot.pending.contains(child) || !slot.bits.contains(child) {
+        if slot.pending.contains(child) || !slot.bits.contains(child) || slot.local < landed {
             return;
         }
         let Some(left) = self.children[child].credit.checked_sub(1) else { return };

@@ -24,12 +24,16 @@ mod child;
 mod control;
 mod parent;
 mod reference;
+#[cfg(feature = "snapshot")]
+mod snapshot;
 #[cfg(test)]
 mod tests;
 mod transmit;
 
 pub(crate) use reference::ByReference;
 pub use reference::{Answer, AttachError, RedoSlot, Reference, References};
+#[cfg(feature = "snapshot")]
+pub use snapshot::Rest;
 
 use crate::group::{Child, Failure, Group};
 use crate::memory::Storage;
@@ -61,6 +65,7 @@ const STRANGER_REPLIES_PER_MS: u8 = 16;
 
 /// What a board tells its node.
 #[derive(Debug, Clone, Copy)]
+#[cfg_attr(feature = "snapshot", derive(PartialEq, Eq, Hash))]
 pub struct NodeConfig {
     /// Which shard of the device this is.
     pub shard: Shard,

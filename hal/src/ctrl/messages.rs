@@ -55,7 +55,7 @@ pub struct Bus {
 }
 
 /// A set of a node's children.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub struct ChildMask([u64; MAX_CHILDREN / 64]);
 
 impl ChildMask {
@@ -143,7 +143,7 @@ impl Order {
 }
 
 /// A node's parent in a tree.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct NodeParent {
     /// Where the parent's shards receive, in order of shard.
     pub data_addrs: Vec<Addr, MAX_SHARDS>,
@@ -152,7 +152,7 @@ pub struct NodeParent {
 }
 
 /// A shared address that a parent sends results to, as one of its children knows it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct SharedLink {
     /// What to listen to ([`Port::join`](crate::port::Port::join)) for the parent's first shard; its other shards take
     /// the addresses [behind](Addr::behind) it, so that an inner node's shard hears only what it needs.
@@ -162,7 +162,7 @@ pub struct SharedLink {
 }
 
 /// A node's place in a tree.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TreeConfig {
     /// The tree.
     pub tree: TreeId,
@@ -173,7 +173,7 @@ pub struct TreeConfig {
 }
 
 /// The timers of a group's hops in microseconds; see [`HopTimers`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TimersConfig {
     /// The least time before a probe.
     pub probe_min_us: u32,
@@ -198,7 +198,7 @@ impl From<TimersConfig> for HopTimers {
 }
 
 /// A group on one node of its tree.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct GroupConfig {
     /// The group.
     pub group: GroupId,

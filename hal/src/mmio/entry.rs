@@ -241,7 +241,7 @@ pub enum CompletionEntry {
 }
 
 /// Why words are no entry.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 #[non_exhaustive]
 pub enum EntryError {
     /// The opcode is none of this version's.

@@ -96,7 +96,7 @@ impl<M: Memory<WORDS> + ?Sized, const WORDS: usize> Memory<WORDS> for &M {
 /// The peer has broken the ring's protocol: this end moves nothing any more.
 ///
 /// What is in the ring is lost; the queue has to be attached anew, over fresh memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 #[error(
     "the peer moved its ring index from {from} to {to}, where {limit} is the furthest it may be: attach a fresh queue"
 )]

@@ -99,7 +99,7 @@ bitflags! {
 /// The meaningful form of a header.
 ///
 /// The payload is not in it: it lies behind the header, `payload_len_bytes` long.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Repr {
     /// What the packet is for.
     pub kind: Kind,

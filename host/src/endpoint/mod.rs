@@ -15,6 +15,8 @@
 
 mod ops;
 mod receive;
+#[cfg(feature = "snapshot")]
+mod snapshot;
 #[cfg(test)]
 mod tests;
 
@@ -36,6 +38,7 @@ use thiserror::Error;
 
 /// What a rank is told when it joins a group.
 #[derive(Debug, Clone)]
+#[cfg_attr(feature = "snapshot", derive(PartialEq, Eq, Hash))]
 pub struct EndpointConfig {
     /// The group.
     pub group: GroupId,
@@ -68,7 +71,7 @@ pub struct EndpointConfig {
 }
 
 /// Why an operation ended without a result. The group is at its end then: its ranks no longer agree on numbers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Error)]
 #[non_exhaustive]
 pub enum EndpointError {
     /// Ranks called different things.
@@ -160,7 +163,7 @@ impl<'b> Outgoing<'b> {
 }
 
 /// What an endpoint counts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct EndpointStats {
     /// Packets sent.
     pub packets_out: u64,
@@ -180,6 +183,7 @@ pub struct EndpointStats {
 
 /// A rank's side of one group.
 #[derive(Debug)]
+#[cfg_attr(feature = "snapshot", derive(Clone, PartialEq, Eq, Hash))]
 pub struct Endpoint {
     config: EndpointConfig,
     /// One hop a shard of the leaf node.

@@ -66,6 +66,7 @@ pub(crate) struct Landing {
 
 /// A rank among those of its group, as far as blocks and roots are concerned.
 #[derive(Debug, Clone, Copy)]
+#[cfg_attr(feature = "snapshot", derive(PartialEq, Eq, Hash))]
 pub(crate) struct Seat {
     pub(crate) rank: u32,
     pub(crate) ranks: u32,
@@ -114,6 +115,7 @@ impl Keep {
 
 /// One posted operation.
 #[derive(Debug, Clone, Copy)]
+#[cfg_attr(feature = "snapshot", derive(PartialEq, Eq, Hash))]
 pub(crate) struct Op {
     pub(crate) id: OpId,
     pub(crate) desc: OpDesc,
@@ -239,6 +241,7 @@ fn chunks_before(count: u64, blocks: u32, chunk_elements: u64, block: u32) -> u6
 
 /// The operations in flight.
 #[derive(Debug)]
+#[cfg_attr(feature = "snapshot", derive(Clone, PartialEq, Eq, Hash))]
 pub(crate) struct Ops {
     queue: VecDeque<Op>,
     /// Those that moved elements and have returned, the newest last.

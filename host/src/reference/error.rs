@@ -9,7 +9,7 @@ use sumac_hal::shm::{AttachRefusal, FunctionError, MemoryError, SocketError};
 use thiserror::Error;
 
 /// How a device broke the protocol.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Error)]
 #[non_exhaustive]
 pub enum Breach {
     /// It moved a ring's index to where it can't be.

@@ -167,6 +167,7 @@ impl RedoSlot {
 
 /// What a group with children by reference has besides.
 #[derive(Debug)]
+#[cfg_attr(feature = "snapshot", derive(Clone, PartialEq, Eq, Hash))]
 pub(crate) struct ByReference {
     /// Who contributes by reference.
     children: ChildSet,

@@ -98,6 +98,25 @@ fn answers_are_sent_again_as_often_as_the_child_has_earned() {
     assert_eq!(rig.drain().len(), 2);
 }
 
+/// A probe that was overtaken asks for what its sender has said to have since. The answer would be sent in vain, and
+/// until then keep the slot from the next chunk, which has come in the same burst.
+#[test]
+fn an_overtaken_probe_does_not_hold_a_slot() {
+    let mut rig = Rig::new(Setup { window: 1, slots: 2, ..Setup::default() });
+    for seq in 0..2 {
+        rig.all_have(seq);
+        rig.all(seq);
+        rig.drain();
+    }
+    rig.have[0] = 0;
+    rig.probe(0, 0, 1, 0);
+    rig.nak(0, NakReason::Missing, 0);
+    rig.have[0] = 2;
+    rig.data(0, 2, &[1.0]);
+    assert_eq!(rig.dropped(DropReason::SlotBusy), 0);
+    assert!(rig.drain().iter().all(|sent| sent.repr.kind == Kind::Status));
+}
+
 #[test]
 fn strangers_get_an_echo_and_not_too_many() {
     let mut rig = Rig::new(Setup::default());

@@ -1,0 +1,185 @@
+//! A device: one node, taken apart between two events.
+
+use crate::machine::{Act, Event, Facts, Flaw, Machine};
+use crate::scope::{GROUP, Scope, Wiring};
+use sumac_device::{Child, Group, Node, NodeConfig, Rest, Slot, Storage};
+use sumac_hal::ctrl::{Counters, DropReason, Request, Response, TreeConfig};
+use sumac_hal::ids::BootId;
+use sumac_hal::port::Addr;
+use sumac_hal::shard::Shard;
+use sumac_hal::time::Instant;
+use sumac_hal::uplink::Uplink;
+
+/// A device at rest.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct Device {
+    index: usize,
+    life: u8,
+    /// 0 for a device that no group was given since it booted.
+    epoch: u16,
+    credit_max: u16,
+    rest: Rest,
+    groups: Vec<Option<Group>>,
+    trees: Vec<Option<TreeConfig>>,
+    children: Vec<Child>,
+    slots: Vec<Slot>,
+    bytes: Vec<u8>,
+}
+
+/// More than a rank has in flight in any scope: what a node polices by that does not police.
+const WINDOW_OF_ANY_RANK: u16 = 16;
+
+impl Device {
+    /// A device that has just booted.
+    fn booted(scope: &Scope, wiring: &Wiring, index: usize, life: u8) -> Self {
+        let config = NodeConfig {
+            shard: Shard::WHOLE,
+            boot_id: BootId(0x1000 * (index as u64 + 1) + u64::from(life)),
+            max_packet_len_bytes: 1500,
+            receive_buffer_bytes: 1 << 20,
+        };
+        let group = wiring.group(scope, index, 1);
+        let slots = usize::from(group.slots);
+        let mut groups = vec![None];
+        let mut trees = vec![None];
+        let mut children = vec![Child::EMPTY; usize::from(wiring.devices[index].children)];
+        let mut bytes = vec![0; slots * usize::from(group.chunk_len_bytes)];
+        let mut slots = vec![Slot::EMPTY; slots];
+        let storage = Storage {
+            groups: &mut groups,
+            trees: &mut trees,
+            children: &mut children,
+            slots: &mut slots,
+            bytes: &mut bytes,
+        };
+        let rest = Node::new(config, storage).rest(scope.credit_max);
+        Self { index, life, epoch: 0, credit_max: scope.credit_max, rest, groups, trees, children, slots, bytes }
+    }
+
+    /// A device with its place in the group.
+    pub(crate) fn installed(scope: &Scope, wiring: &Wiring, index: usize) -> Self {
+        let mut device = Self::booted(scope, wiring, index, 0);
+        device.renew(scope, wiring, 1);
+        device
+    }
+
+    /// Give it the group in `epoch`, in place of any other.
+    fn renew(&mut self, scope: &Scope, wiring: &Wiring, epoch: u16) {
+        let (index, has_group) = (self.index, self.epoch != 0);
+        self.epoch = epoch;
+        self.awake(|node| {
+            let mut ask = |request| assert_eq!(node.control(&request, Uplink::AFTERWARDS), Response::Done);
+            if has_group {
+                ask(Request::ReleaseGroup(GROUP));
+            } else {
+                ask(Request::InstallTree(wiring.tree(index)));
+            }
+            ask(Request::CreateGroup(wiring.group(scope, index, epoch)));
+            let slots = usize::from(scope.slots);
+            if scope.rules.trusting {
+                node.reshape(GROUP, WINDOW_OF_ANY_RANK, slots);
+            } else if !scope.is_sound() {
+                node.reshape(GROUP, scope.window, slots);
+            }
+        });
+    }
+
+    /// Put the node together, let it do something and send what it has to send, and take it apart again.
+    fn awake(&mut self, run: impl FnOnce(&mut Node<'_>)) -> (Vec<(Addr, Vec<u8>)>, Counters) {
+        let storage = Storage {
+            groups: &mut self.groups,
+            trees: &mut self.trees,
+            children: &mut self.children,
+            slots: &mut self.slots,
+            bytes: &mut self.bytes,
+        };
+        let mut node = self.rest.wake(storage);
+        run(&mut node);
+        let sent = transmit(&mut node, Uplink::AFTERWARDS);
+        let counters = *node.counters();
+        self.rest = node.rest(self.credit_max);
+        (sent, counters)
+    }
+
+    /// Put a copy of the node together, never to be taken apart again.
+    pub(crate) fn live(&self) -> Node<'static> {
+        let Self { groups, trees, children, slots, bytes, .. } = self.clone();
+        self.rest.wake(Storage {
+            groups: groups.leak(),
+            trees: trees.leak(),
+            children: children.leak(),
+            slots: slots.leak(),
+            bytes: bytes.leak(),
+        })
+    }
+
+    /// Let something happen to it.
+    pub(crate) fn act(&self, scope: &Scope, wiring: &Wiring, event: Event<'_>) -> Act {
+        let mut next = self.clone();
+        let (mut sent, mut counters) = (Vec::new(), Counters::default());
+        let mut awake = |run: &dyn Fn(&mut Node<'_>)| (sent, counters) = next.awake(|node| run(node));
+        match event {
+            Event::Packets(packets) => awake(&|node| {
+                for (from, bytes) in packets {
+                    node.handle(*from, bytes, Uplink::AFTERWARDS);
+                    if scope.rules.trusting {
+                        node.assume_landed(GROUP);
+                    }
+                }
+            }),
+            Event::Timer => awake(&|node| node.handle_timeout(Uplink::AFTERWARDS)),
+            Event::Calm => awake(&|node| node.forget_probes()),
+            Event::Restart => next = Self::booted(scope, wiring, self.index, self.life + 1),
+            Event::Renew => next.renew(scope, wiring, scope.last_epoch()),
+            Event::Call => panic!("devices call nothing"),
+        }
+        let parent = wiring.devices[self.index].parent.map(|(parent, _)| wiring.addr(parent));
+        let from_child = matches!(event, Event::Packets([(from, _)]) if Some(*from) != parent);
+        // What came too late stays so, unless the device forgets that it came at all. What comes from above may still
+        // change the window granted.
+        let late = [DropReason::Stale, DropReason::Duplicate].iter().any(|&reason| counters.dropped(reason) > 0)
+            && from_child
+            && self.epoch == scope.last_epoch();
+        let foreign =
+            [DropReason::UnknownGroup, DropReason::WrongEpoch].iter().any(|&reason| counters.dropped(reason) > 0);
+        let inert = sent.is_empty() && (late || foreign) && next == *self;
+        let flaw = refused(scope, &counters).map(|reason| (Flaw::Refused, format!("refused: {reason}")));
+        Act { next: Machine::Device(next), sent, inert, flaw }
+    }
+
+    /// Say what there is to know of it.
+    pub(crate) fn facts(&self) -> Facts {
+        let mut device = self.clone();
+        let mut facts = Facts { epoch: self.epoch, done: true, ..Facts::default() };
+        device.awake(|node| {
+            facts.armed = node.is_armed();
+            for (index, local) in node.held(GROUP).enumerate() {
+                let slots = node.held(GROUP).count();
+                let before = (index as u64..local.unwrap_or(0)).step_by(slots);
+                facts.passed |= before.fold(0, |passed, local| passed | 1 << local);
+            }
+        });
+        facts
+    }
+}
+
+/// Take all that a node has to send.
+pub(crate) fn transmit(node: &mut Node<'_>, now: Instant) -> Vec<(Addr, Vec<u8>)> {
+    let mut buffer = [0; 1500];
+    let mut sent = Vec::new();
+    while let Some(out) = node.poll_transmit(&mut buffer, now) {
+        sent.push((out.to, buffer[..out.len_bytes].to_vec()));
+    }
+    sent
+}
+
+/// Return for what reason a packet was dropped that peers which keep the rules do not give.
+fn refused(scope: &Scope, counters: &Counters) -> Option<DropReason> {
+    let usual = |reason: DropReason| match reason {
+        DropReason::Stale | DropReason::Duplicate | DropReason::Unexpected => true,
+        DropReason::UnknownGroup | DropReason::WrongEpoch => scope.restarts > 0,
+        DropReason::SlotBusy | DropReason::OverWindow => scope.rules.trusting,
+        _ => false,
+    };
+    DropReason::ALL.into_iter().find(|&reason| counters.dropped(reason) > 0 && !usual(reason))
+}
