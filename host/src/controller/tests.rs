@@ -1,5 +1,6 @@
 //! A controller, devices that answer as they are told, and ranks that join: who contributes by reference.
 
+mod offers;
 mod replan;
 
 use super::proto::{Attach, Membership, TreeMembership};

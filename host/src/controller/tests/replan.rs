@@ -10,7 +10,7 @@ use sumac_hal::ids::Epoch;
 const SOON: Duration = Duration::from_secs(4);
 
 /// One rank's end of its connection, each message by hand.
-struct Raw {
+pub(super) struct Raw {
     stream: TcpStream,
     reader: FrameReader<TcpStream>,
 }
@@ -27,11 +27,21 @@ impl Raw {
         raw
     }
 
-    fn say(&mut self, request: ClientRequest) {
+    pub(super) fn say(&mut self, request: ClientRequest) {
         send(&mut self.stream, &request).expect("it listens");
     }
 
+    /// Return what is said next, but offers: a device that comes may be one for a job without a tree.
     fn hear(&mut self) -> ClientReply {
+        loop {
+            match self.hear_all() {
+                ClientReply::Offer { .. } => {}
+                reply => return reply,
+            }
+        }
+    }
+
+    pub(super) fn hear_all(&mut self) -> ClientReply {
         self.reader.recv().expect("an answer")
     }
 
@@ -54,7 +64,7 @@ impl Raw {
     }
 
     /// Return the controller's state, once it has done what this rank asked before. Nothing else was said.
-    fn report(&mut self) -> StatusReport {
+    pub(super) fn report(&mut self) -> StatusReport {
         self.say(ClientRequest::Status);
         let reply = self.hear();
         let ClientReply::Status(report) = reply else { panic!("nothing was to be said: {reply:?}") };
@@ -77,14 +87,14 @@ fn request(rank: u32, world: u32) -> JoinRequest {
 }
 
 /// Join a job of `world` ranks, and return what each was told.
-fn begin(controller: &Controller, world: u32, devices: &[&str]) -> (Vec<Raw>, Vec<Membership>) {
+pub(super) fn begin(controller: &Controller, world: u32, devices: &[&str]) -> (Vec<Raw>, Vec<Membership>) {
     let mut ranks: Vec<_> = (0..world).map(|rank| Raw::join(controller, rank, world, devices)).collect();
     let memberships = ranks.iter_mut().map(Raw::joined).collect();
     (ranks, memberships)
 }
 
 /// Let all ranks ask for another tree than that of `view`.
-fn replan(ranks: &mut [Raw], view: u32) -> Vec<Membership> {
+pub(super) fn replan(ranks: &mut [Raw], view: u32) -> Vec<Membership> {
     ranks.iter_mut().for_each(|rank| rank.say(ClientRequest::Replan { view }));
     let told = ranks.iter_mut().map(|rank| {
         let (new, membership) = rank.replanned();
@@ -94,11 +104,11 @@ fn replan(ranks: &mut [Raw], view: u32) -> Vec<Membership> {
     told.collect()
 }
 
-fn of(membership: &Membership) -> &TreeMembership {
+pub(super) fn of(membership: &Membership) -> &TreeMembership {
     membership.tree.as_ref().expect("a tree")
 }
 
-fn why(membership: &Membership) -> &str {
+pub(super) fn why(membership: &Membership) -> &str {
     membership.tree.as_ref().expect_err("no tree")
 }
 
