@@ -290,7 +290,6 @@ fn serve_connection(shared: &Shared, stream: TcpStream) -> Result<(), StreamErro
             tracing::info!(device = session.name(), boot_id = session.announce.boot_id.0, "device connected");
             // Welcomes it: the device knows then that it is registered.
             let welcome = session.hello();
-            shared.lock().offer();
             let ended = welcome.and_then(|()| session.read_responses(&mut reader));
             shared.lock().remove_device(&session);
             tracing::info!(device = session.name(), "device gone");

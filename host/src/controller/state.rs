@@ -145,13 +145,14 @@ impl State {
         Self { devices: BTreeMap::new(), jobs: BTreeMap::new(), next_view: NextView::at(started_ms) }
     }
 
-    /// Take in a device; false if one of that name is there.
+    /// Take in a device, and offer it to jobs without a tree; false if one of that name is there.
     pub(super) fn add_device(&mut self, session: &Arc<DeviceSession>) -> bool {
         let name = session.name().to_owned();
         if self.devices.contains_key(&name) {
             return false;
         }
         self.devices.insert(name, Arc::clone(session));
+        self.offer();
         true
     }
 

@@ -12,7 +12,7 @@ use sumac_hal::ids::Rank;
 
 impl State {
     /// There is a device more: offer it to jobs without a tree.
-    pub(in crate::controller) fn offer(&mut self) {
+    pub(super) fn offer(&mut self) {
         for (name, job) in &mut self.jobs {
             let is_whole = job.members.len() == job.world as usize;
             if matches!(job.placement, Some(Err(_))) && is_whole && job.offer.is_none() && job.waiting.is_empty() {
