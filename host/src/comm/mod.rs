@@ -44,7 +44,8 @@
 //! later ones go on through another tree if the controller has one, else by schedules: [`Outcome::repaired`],
 //! [`Outcome::fallback`] and the log say so. Ranks that are in no call take part on a thread of their own. What the death
 //! costs is the time to notice it (at once where memory is shared, else the limit for silent hops) and the movement of
-//! what is missing. [`JoinConfig::repair`] turns it off.
+//! what is missing. Memory that the lost device reached is ordinary memory to the next one. [`JoinConfig::repair`] turns it
+//! all off.
 //!
 //! When a rank dies, the others' operations end with [`Error::RankLost`], and whoever is left may go on in a communicator
 //! of its own: [`Communicator::shrink`].
