@@ -71,6 +71,7 @@ fn every_collective_type_and_operator() {
                     reorder: 50,
                     corrupt: 20,
                     delay_max: Duration::from_micros(100),
+                    ..Faults::default()
                 },
                 skew_max: Duration::from_micros(50),
                 scenario: Scenario::Calm,

@@ -11,11 +11,12 @@ use super::scenario::Scenario;
 use super::setup::{Member, Tables, boot, draw_posts, install};
 use super::wiring::{EPOCH, Owner, Wiring, count_nodes, node_addr, owner, rank_addr, sharer};
 use std::collections::{BTreeMap, BTreeSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 use sumac::endpoint::Event;
 use sumac_device::Node;
 use sumac_hal::ctrl::Counters;
-use sumac_hal::emu::{Fabric, RandomFaults};
+use sumac_hal::emu::{Fabric, NthPacket};
 use sumac_hal::ids::Epoch;
 use sumac_hal::op::Path;
 use sumac_hal::time::Instant;
@@ -67,6 +68,22 @@ pub(super) struct Cluster<'o, 'm> {
 /// # Errors
 /// The first [`Violation`].
 pub fn run(options: &Options) -> Result<Report, Violation> {
+    set_up(options, |cluster| cluster.finish())?
+}
+
+/// Run a cluster to its end, and return also what its links did wrong: with that as
+/// [`Faults::script`](super::Faults::script) the run is the same.
+pub fn record(options: &Options) -> (Result<Report, Violation>, Vec<NthPacket>) {
+    let recorded = set_up(options, |cluster| {
+        cluster.fabric.record_faults();
+        let outcome = cluster.finish();
+        (outcome, cluster.fabric.faults().to_vec())
+    });
+    recorded.unwrap_or_else(|refused| (Err(refused), Vec::new()))
+}
+
+/// Wire and boot a cluster, and lend it to `work`.
+fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) -> Result<R, Violation> {
     let count = options.trees.iter().map(count_nodes).max().unwrap_or(0);
     let wirings: Vec<Wiring> = (0..options.trees.len()).map(|tree| Wiring::new(options, tree, count)).collect();
     let shards = usize::from(options.shards);
@@ -84,7 +101,7 @@ pub fn run(options: &Options) -> Result<Report, Violation> {
         devices.push(Device { shards: booted, spare: lent.by_ref().take(shards).collect(), alive: true });
     }
     let mut fabric = Fabric::new(options.seed, options.link);
-    fabric.add_rule(RandomFaults::from(options.faults));
+    options.faults.apply(&mut fabric, &wirings, options.shards, options.all_groups());
     let mut cluster = Cluster {
         options,
         wirings: &wirings,
@@ -108,12 +125,25 @@ pub fn run(options: &Options) -> Result<Report, Violation> {
     };
     cluster.begin();
     cluster.schedule_scenario();
-    cluster.drive()?;
-    cluster.check()?;
-    Ok(cluster.report())
+    Ok(work(&mut cluster))
 }
 
 impl Cluster<'_, '_> {
+    /// Run to the end and check; a panic is a violation like others, so that its seed is told too. What it leaves
+    /// behind is looked at by nobody.
+    fn finish(&mut self) -> Result<Report, Violation> {
+        let finished = catch_unwind(AssertUnwindSafe(|| {
+            self.drive()?;
+            self.check()?;
+            Ok(self.report())
+        }));
+        finished.unwrap_or_else(|panic| {
+            let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+            let message = text.or_else(|| panic.downcast_ref::<String>().cloned());
+            Err(Violation::Panicked { message: message.unwrap_or_else(|| "without a message".to_owned()) })
+        })
+    }
+
     /// Let all ranks begin their calls in the present epoch.
     pub(super) fn begin(&mut self) {
         let (options, epoch) = (self.options, self.epoch);

@@ -53,11 +53,11 @@ impl Cluster<'_, '_> {
     }
 
     /// When everybody below a device that was lost at `at` has to know: `T_dead` a level after the last call, and
-    /// some time for lossy links.
+    /// some time for lossy links and for those that are cut or slow for a while.
     fn told_by(&self, at: Duration) -> Instant {
         let last_call = self.posts.keys().last().map_or(Instant::ZERO, |&(at, _)| at);
         let levels = self.options.trees.iter().map(count_levels).max().unwrap_or(1);
-        last_call.max(Instant::ZERO + at) + TIMERS.dead * levels + SLACK
+        last_call.max(Instant::ZERO + at) + TIMERS.dead * levels + SLACK + self.options.faults.spells_len()
     }
 
     pub(super) fn sound_alarms(&mut self) -> Result<(), Violation> {

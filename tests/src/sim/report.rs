@@ -115,6 +115,12 @@ pub enum Violation {
         /// Its limit.
         limit: u64,
     },
+    /// The code under test panicked.
+    #[error("panicked: {message}")]
+    Panicked {
+        /// What it said.
+        message: String,
+    },
     /// Somebody has something to send or waits for something when all is over.
     #[error("{who} is not quiet at the end")]
     NotQuiet {
