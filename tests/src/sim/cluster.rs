@@ -4,6 +4,7 @@
 //! so that a run of 256 ranks costs little more an event than one of two.
 
 use super::attack::Attacker;
+use super::check::check_return;
 use super::incident::Alarm;
 use super::options::Options;
 use super::report::{Report, Violation};
@@ -49,6 +50,10 @@ pub(super) struct Cluster<'o, 'm> {
     pub(super) alarms: BTreeMap<(Instant, u64), Alarm>,
     pub(super) attacker: Attacker,
     pub(super) epoch: Epoch,
+    /// How often all ranks began again.
+    pub(super) life: u64,
+    /// Ranks that have called an operation in this life, by group and operation.
+    called: BTreeMap<(usize, usize), usize>,
     pub(super) now: Instant,
     pub(super) touched: BTreeSet<Actor>,
     timers: BTreeSet<(Instant, Actor)>,
@@ -112,6 +117,8 @@ fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) ->
         alarms: BTreeMap::new(),
         attacker: Attacker::new(options.seed),
         epoch: EPOCH,
+        life: 0,
+        called: BTreeMap::new(),
         now: Instant::ZERO,
         touched: BTreeSet::new(),
         timers: BTreeSet::new(),
@@ -146,11 +153,12 @@ impl Cluster<'_, '_> {
 
     /// Let all ranks begin their calls in the present epoch.
     pub(super) fn begin(&mut self) {
-        let (options, epoch) = (self.options, self.epoch);
+        let (options, life, epoch) = (self.options, self.life, self.epoch);
         let wiring = |group: usize| &self.wirings[options.tree(group)];
         let groups = options.groups.len();
-        let member = |rank, group| Member::new(options, wiring(group), rank, group, epoch);
+        let member = |rank, group| Member::new(options, wiring(group), (rank, group), life, epoch);
         self.members = (0..options.ranks).map(|rank| (0..groups).map(|group| member(rank, group)).collect()).collect();
+        self.called.clear();
         self.posts = draw_posts(options, self.now);
     }
 
@@ -216,6 +224,7 @@ impl Cluster<'_, '_> {
             let member = &mut self.members[rank][group];
             let posted = member.endpoint.post(self.options.call(group, rank, op), Path::Tree);
             assert!(posted.is_ok() || member.endpoint.error().is_some(), "{posted:?}");
+            *self.called.entry((group, op)).or_default() += 1;
             self.touched.insert(Actor::Rank { rank, group });
         }
     }
@@ -307,6 +316,7 @@ impl Cluster<'_, '_> {
     }
 
     fn ask_rank(&mut self, rank: usize, group: usize) -> Result<Option<Instant>, Violation> {
+        let mut returned = false;
         let member = &mut self.members[rank][group];
         let from = rank_addr(rank, group);
         while let Some(sent) = member.endpoint.poll_transmit(&member.memory, &mut self.buffer, self.now) {
@@ -314,7 +324,11 @@ impl Cluster<'_, '_> {
         }
         while let Some(event) = member.endpoint.poll_event() {
             match event {
-                Event::Completed(id) if id.0 == member.done && member.error.is_none() => member.done += 1,
+                Event::Completed(id) if id.0 == member.done && member.error.is_none() => {
+                    check_return(self.options, member, (group, rank, id.0 as usize), &self.called)?;
+                    member.done += 1;
+                    returned = true;
+                }
                 Event::Completed(id) => {
                     return Err(Violation::Completion { group, rank, found: id.0, expected: member.done });
                 }
@@ -322,7 +336,11 @@ impl Cluster<'_, '_> {
                 other => panic!("unknown event {other:?}"),
             }
         }
-        Ok(member.endpoint.poll_timeout())
+        let wake_at = member.endpoint.poll_timeout();
+        if returned {
+            self.check_stable(group, rank)?;
+        }
+        Ok(wake_at)
     }
 
     fn report(&self) -> Report {

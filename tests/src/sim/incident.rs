@@ -7,7 +7,6 @@ use super::setup::{boot, install};
 use super::wiring::{TIMERS, count_levels, group_id};
 use std::time::Duration;
 use sumac_hal::ctrl::Request;
-use sumac_hal::ids::Epoch;
 use sumac_hal::time::Instant;
 
 /// Something that happens at a set moment.
@@ -105,7 +104,7 @@ impl Cluster<'_, '_> {
 
     fn begin_again(&mut self) -> Result<(), Violation> {
         self.check_results()?;
-        self.epoch = Epoch { counter: self.epoch.counter + 1, ..self.epoch };
+        self.epoch = self.options.planted.next_epoch(self.epoch);
         for device in 0..self.devices.len() {
             for node in &mut self.devices[device].shards {
                 node.control(&Request::Reset, self.now);
@@ -113,6 +112,7 @@ impl Cluster<'_, '_> {
             }
             self.touch_device(device);
         }
+        self.life += 1;
         self.begin();
         let groups = 0..self.options.groups.len();
         let ranks = 0..self.options.ranks;

@@ -1,6 +1,7 @@
 //! What a seed draws: the cluster, its operations and its faults.
 
 use super::faults::Faults;
+use super::planted::Planted;
 use super::scenario::{Scenario, ScenarioKind};
 use crate::oracle::{Shape, weight};
 use std::time::Duration;
@@ -117,6 +118,8 @@ pub struct Options {
     pub skew_max: Duration,
     /// What else happens.
     pub scenario: Scenario,
+    /// What is wrong with the code.
+    pub planted: Planted,
 }
 
 impl Options {
@@ -158,6 +161,7 @@ impl Options {
             faults,
             skew_max,
             scenario: Scenario::Calm,
+            planted: Planted::default(),
         };
         // Apart from the other draws too. Half of the narrow links tell of congestion before they lose packets.
         let marks = Draw::new(weight(&[seed, kind as u64, 2])).chance(500);

@@ -78,7 +78,8 @@ impl fmt::Display for Shrunk {
         let script = options.faults.script.as_deref().unwrap_or_default();
         let kind = options.scenario.kind();
         let name = format!("{kind:?}").to_lowercase();
-        writeln!(f, "/// {} of {recorded} faults, found in {runs} runs: {violation}.", script.len())?;
+        let why = violation.to_string().replace('\n', " ");
+        writeln!(f, "/// {} of {recorded} faults, found in {runs} runs: {why}.", script.len())?;
         writeln!(f, "#[test]\nfn {name}_{}() {{", options.seed)?;
         writeln!(f, "    let mut options = Options::draw({}, ScenarioKind::{kind:?});", options.seed)?;
         writeln!(f, "    options.faults.script = Some(vec![")?;
@@ -88,6 +89,9 @@ impl fmt::Display for Shrunk {
             writeln!(f, "        NthPacket {{ from: {from}, to: {to}, nth: {nth}, verdict: {} }},", Code(*verdict))?;
         }
         writeln!(f, "    ]);")?;
+        if let Some(bug) = options.planted.code() {
+            writeln!(f, "    options.planted = {bug};")?;
+        }
         writeln!(f, "    run(&options).unwrap();\n}}")
     }
 }
