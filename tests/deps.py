@@ -6,6 +6,7 @@ Sources:  every foreign crate comes from a registry, not from a branch of somebo
 Arrows:   every arrow ends in hal. `host` never names `device`, `device` never names `host`; neither names `hal::emu`
           (boards, tests and the command do the composing); inside hal, `emu` knows nothing of `wire`. The manifests
           say what a crate can name, ARROWS what it may; the sources are searched for what manifests can't show.
+Planted:  the feature that plants bugs is switched on by a feature of its own name only, so nothing that ships has it.
 
     tests/deps.py              check; exit status 1 names every violation
     tests/deps.py --features   print 'package feature' for each feature of each member, and 'package -' for none
@@ -50,6 +51,9 @@ ARROWS = {
 
 # Features of hal that a member must not ask for: the emulated hardware, and for the device also std.
 FORBIDDEN_FEATURES = {"sumac": {"emu"}, "sumac-device": {"emu", "std", "udp"}}
+
+# The feature for bugs planted on purpose.
+PLANTED = "planted"
 
 # (folder, what its code must not name, why).
 FORBIDDEN_NAMES = [
@@ -160,6 +164,27 @@ def manifests(packages, own):
                 yield f"{name} asks for hal's feature '{', '.join(sorted(bad))}', which is not its to name"
 
 
+def planted(packages):
+    """Yield where something could switch planted bugs on without naming them.
+
+    >>> package = {"name": "a", "dependencies": [], "features": {"planted": ["b/planted"], "default": ["c"]}}
+    >>> list(planted([package]))
+    []
+    >>> package["features"]["default"] = ["b/planted"]
+    >>> package["dependencies"] = [{"name": "b", "features": ["planted"]}]
+    >>> list(planted([package]))
+    ["a's feature 'default' plants bugs", 'a asks for b with planted bugs']
+    """
+    for package in packages:
+        name = package["name"]
+        for feature, parts in package["features"].items():
+            if feature != PLANTED and any(re.split("[/?]+", part)[-1] == PLANTED for part in parts):
+                yield f"{name}'s feature '{feature}' plants bugs"
+        for dependency in package["dependencies"]:
+            if PLANTED in dependency["features"]:
+                yield f"{name} asks for {dependency['name']} with planted bugs"
+
+
 def strip_comments(text):
     """Blank out Rust's line comments, so that documentation may name what code may not.
 
@@ -200,7 +225,7 @@ def main():
     data = metadata("--all-features", "--locked")
     packages = members(data)
     own = {package["name"] for package in packages}
-    found = [*foreign_crates(data, own), *manifests(packages, own), *sources()]
+    found = [*foreign_crates(data, own), *manifests(packages, own), *planted(packages), *sources()]
     for violation in found:
         print(violation)
     licences = sorted({package["license"] or "" for package in data["packages"]})

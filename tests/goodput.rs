@@ -9,7 +9,7 @@ use sumac_hal::ctrl::Order;
 use sumac_hal::emu::LinkConfig;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 use sumac_tests::oracle::Shape;
-use sumac_tests::sim::{Faults, GroupOptions, Options, Report, Scenario, Sharing, run};
+use sumac_tests::sim::{Faults, GroupOptions, Options, Planted, Report, Scenario, Sharing, run};
 
 const CHUNK_LEN_BYTES: u16 = 1008;
 const CHUNKS: u64 = 64;
@@ -41,6 +41,7 @@ fn measure(children: usize, loss: u16) -> Report {
         faults: Faults { loss, ..Faults::default() },
         skew_max: Duration::ZERO,
         scenario: Scenario::Calm,
+        planted: Planted::default(),
     };
     run(&options).unwrap_or_else(|violation| panic!("{children} children, {loss} per mille: {violation}"))
 }

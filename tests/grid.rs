@@ -8,7 +8,7 @@ use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 use sumac_hal::reduce::Kernel;
 use sumac_tests::oracle::Shape;
-use sumac_tests::sim::{Faults, GroupOptions, Options, Scenario, Sharing, run};
+use sumac_tests::sim::{Faults, GroupOptions, Options, Planted, Scenario, Sharing, run};
 
 const CHUNK_LEN_BYTES: u16 = 128;
 
@@ -71,9 +71,11 @@ fn every_collective_type_and_operator() {
                     reorder: 50,
                     corrupt: 20,
                     delay_max: Duration::from_micros(100),
+                    ..Faults::default()
                 },
                 skew_max: Duration::from_micros(50),
                 scenario: Scenario::Calm,
+                planted: Planted::default(),
             };
             let report = run(&options).unwrap_or_else(|violation| panic!("{ranks} ranks, {ops:?}: {violation}"));
             packets += report.packets;

@@ -1,6 +1,10 @@
-//! Seeded swarms, one a scenario. `SEED=n` runs one seed, `SEEDS=n` that many from `SEED_FROM` on.
+//! Seeded swarms, one a scenario. `SEED=n` runs one seed, `SEEDS=n` that many from `SEED_FROM` on. A seed that fails
+//! prints how to repeat it, and the first one also a test with as few faults as it takes.
 
-use sumac_tests::sim::{Options, Report, ScenarioKind, run};
+use sumac_tests::sim::{Options, Report, ScenarioKind, record, run, shrink};
+
+/// How many runs the shortest script of a failing seed may take to be found.
+const SHRINK_RUNS: usize = 500;
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
@@ -20,6 +24,11 @@ fn swarm(kind: ScenarioKind, seeds: u64, marks: &[&str]) {
             Err(violation) => {
                 println!("SEED={seed} {options:?}\n  {violation}");
                 println!("  replay: SEED={seed} cargo test -p sumac-tests --test swarm {kind:?} -- --nocapture");
+                if failed.is_empty()
+                    && let Some(shrunk) = shrink(&options, SHRINK_RUNS)
+                {
+                    println!("{shrunk}");
+                }
                 failed.push(seed);
             }
         }
@@ -110,6 +119,24 @@ fn seeds_that_failed_once() {
     for (kind, seed) in torn.into_iter().chain(told).chain(crowded) {
         run(&Options::draw(seed, kind)).unwrap_or_else(|violation| panic!("{kind:?} SEED={seed}: {violation}"));
     }
+}
+
+/// What the links did wrong in a run, written down and repeated, is the same run.
+#[test]
+fn a_script_repeats_its_run() {
+    let kinds =
+        [ScenarioKind::Calm, ScenarioKind::Mismatch, ScenarioKind::Death, ScenarioKind::Restart, ScenarioKind::Hostile];
+    let mut faults = 0;
+    for (seed, kind) in (0..6).flat_map(|seed| kinds.map(|kind| (seed, kind))) {
+        let options = Options::draw(seed, kind);
+        let (report, script) = record(&options);
+        assert_eq!(run(&options), report, "{kind:?} {seed}: recording changes nothing");
+        let mut again = options;
+        again.faults.script = Some(script.clone());
+        assert_eq!(record(&again), (report, script.clone()), "{kind:?} {seed}");
+        faults += script.len();
+    }
+    assert!(faults > 1000, "{faults} faults");
 }
 
 #[test]

@@ -112,6 +112,7 @@ pub mod ids;
 pub mod key;
 pub mod mmio;
 pub mod op;
+pub mod planted;
 pub mod port;
 pub mod reduce;
 pub mod ring;

@@ -5,13 +5,14 @@ use crate::group::{Child, Failure};
 use crate::order::{Arrived, Input, contribute};
 use crate::slot::State;
 use crate::trace::Trace;
-use sumac_hal::ctrl::DropReason;
+use sumac_hal::ctrl::{DropReason, Order};
 use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::op::OpDesc;
+use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
-use sumac_hal::uplink::REORDER_TOLERANCE;
+use sumac_hal::uplink::{MAX_WINDOW, REORDER_TOLERANCE};
 use sumac_hal::wire::{BITMAP_SEQS, Flags, Kind, NakReason, Repr, unpack_op};
 
 impl Live<'_> {
@@ -41,7 +42,7 @@ impl Live<'_> {
             self.common.drop_packet(DropReason::BadSource);
             return None;
         }
-        if repr.key != child.key {
+        if repr.key != child.key && !planted!(self.common, KeyUnchecked) {
             self.common.drop_packet(DropReason::BadKey);
             return None;
         }
@@ -77,7 +78,8 @@ impl Live<'_> {
         if mark > child.have {
             child.have = mark;
             if was_least {
-                let least = self.children.iter().map(|child| child.have).min();
+                let haves = self.children.iter().map(|child| child.have);
+                let least = if planted!(self.common, MinHaveIsMax) { haves.max() } else { haves.min() };
                 self.group.min_have = least.unwrap_or(self.group.min_have);
             }
         }
@@ -132,7 +134,10 @@ impl Live<'_> {
         }
         let index = self.slot_index(local);
         let slot = &self.slots[index];
-        if !slot.holds(local) {
+        let same_lap = planted!(self.common, VersionBit)
+            && slot.state != State::Free
+            && local.abs_diff(slot.local).is_multiple_of(2 * self.slots.len() as u64);
+        if !slot.holds(local) && !same_lap {
             if slot.state != State::Free && slot.local > local {
                 return self.common.drop_packet(DropReason::Stale);
             }
@@ -141,7 +146,8 @@ impl Live<'_> {
             }
             self.begin(index, local, op, repr.signature);
         }
-        if self.slots[index].bits.contains(child) || self.slots[index].state != State::Filling {
+        let known = self.slots[index].bits.contains(child) && !planted!(self.common, DoubleAdd);
+        if known || self.slots[index].state != State::Filling {
             return self.common.drop_packet(DropReason::Duplicate);
         }
         self.judge(index, child, op, repr, payload, now);
@@ -150,11 +156,10 @@ impl Live<'_> {
     /// Tell whether slot `index` may hold another chunk: everybody has what is in it, and no engine is at work on it.
     pub(super) fn is_reusable(&self, index: usize) -> bool {
         let slot = &self.slots[index];
+        let have_below = self.common.config.shard.below(self.group.min_have);
+        let all_have = have_below > slot.local || planted!(self.common, SlotReusedEarly);
         slot.state == State::Free
-            || (slot.state == State::Answered
-                && self.common.config.shard.below(self.group.min_have) > slot.local
-                && slot.pending.is_empty()
-                && self.is_quiet(index))
+            || (slot.state == State::Answered && all_have && slot.pending.is_empty() && self.is_quiet(index))
     }
 
     /// Start on chunk `local` in slot `index`.
@@ -171,7 +176,9 @@ impl Live<'_> {
             // Ranks need two operations to name the error; one that this version does not know can't be passed on.
             let other = unpack_op(repr.bits2).unwrap_or(op);
             Some((repr.reason.unwrap_or(NakReason::Mismatch), Some((op, other))))
-        } else if repr.signature != slot.signature || !agree(&op, &first) {
+        } else if (repr.signature != slot.signature || !agree(&op, &first))
+            && !planted!(self.common, SignatureUnchecked)
+        {
             Some((NakReason::Mismatch, Some((first, op))))
         } else if (repr.kind == Kind::Data || repr.flags.contains(Flags::WANT)) && !supported(&op) {
             // What brings nothing and wants nothing runs by a schedule: it is compared here, not done.
@@ -185,7 +192,9 @@ impl Live<'_> {
         self.note_arrival(child, repr);
         let slot = &mut self.slots[index];
         let with_data = repr.kind == Kind::Data;
-        slot.mark(child, with_data && refusal.is_none(), repr.flags.contains(Flags::WANT));
+        if !(planted!(self.common, DoubleAdd) && slot.bits.contains(child)) {
+            slot.mark(child, with_data && refusal.is_none(), repr.flags.contains(Flags::WANT));
+        }
         if repr.flags.contains(Flags::SHARED) {
             slot.shared.insert(child);
         }
@@ -242,8 +251,13 @@ impl Live<'_> {
         }
         let mut fold_next = slot.fold_next;
         let children = self.children.len();
-        let order = self.group.config.order;
-        let arrived = Arrived { bits: &slot.bits, data: &slot.data, children, child };
+        let declared = self.group.config.order;
+        let order = if planted!(self.common, OrderOfArrival) { Order::Arrival } else { declared };
+        let mut data = slot.data;
+        if planted!(self.common, FirstNotCopied) {
+            data.insert(child ^ 1);
+        }
+        let arrived = Arrived { bits: &slot.bits, data: &data, children, child };
         contribute(order, kernel, &mut self.stages(index), &arrived, input, &mut fold_next);
         self.slots[index].fold_next = fold_next;
     }
@@ -304,7 +318,8 @@ impl Live<'_> {
         slot.value_len = 0;
         slot.value_crc = None;
         // The root's word is about the lowest chunk: what is told of a later one must not take its place.
-        if self.group.refusal.is_none_or(|earlier| failure.from < earlier.from) {
+        let latest = planted!(self.common, LaterRefusal);
+        if self.group.refusal.is_none_or(|earlier| (failure.from < earlier.from) != latest) {
             self.group.refusal = Some(failure);
         }
         self.group.up.insert(index);
@@ -376,7 +391,8 @@ impl Live<'_> {
         for i in 0..u64::from(count) {
             let local = from.saturating_add(i);
             let index = self.slot_index(local);
-            if self.is_in(child, local) {
+            let stale = planted!(self.common, StaleProbeBits) && self.slots[index].bits.contains(child);
+            if self.is_in(child, local) || stale {
                 bits |= 1 << i;
             }
             if self.slots[index].holds(local) && self.slots[index].state == State::Answered {
@@ -440,7 +456,7 @@ impl Live<'_> {
             count: 1,
             token,
             mark: self.group.stable(),
-            window: self.group.granted(),
+            window: if planted!(self.common, WindowUnclamped) { MAX_WINDOW as u16 / 2 } else { self.group.granted() },
             ..Repr::new(kind, config.group, config.epoch, ChildIndex(child as u16), self.children[child].key)
         }
     }

@@ -48,6 +48,7 @@ use reference::Refs;
 use sumac_hal::ctrl::{Counters, DropReason, TreeConfig};
 use sumac_hal::ids::{BootId, ChildIndex, ChunkNo, GroupId};
 use sumac_hal::op::{Collective, OpDesc};
+use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::reduce::Kernel;
 use sumac_hal::shard::Shard;
@@ -129,6 +130,8 @@ struct Common {
     trace: TraceRing,
     replies: Deque<Reply, MAX_REPLIES>,
     events: Deque<Event, MAX_EVENTS>,
+    #[cfg(feature = "planted")]
+    bug: Option<sumac_hal::planted::Bug>,
     /// Some group may have something to send: false only while none has, so that polling for nothing costs nothing
     /// however long the table of groups is.
     may_send: bool,
@@ -195,6 +198,8 @@ impl<'m> Node<'m> {
             trace: TraceRing::new(),
             replies: Deque::new(),
             events: Deque::new(),
+            #[cfg(feature = "planted")]
+            bug: None,
             may_send: false,
         };
         Self {
@@ -207,6 +212,12 @@ impl<'m> Node<'m> {
             stranger_replies: 0,
             stranger_refill_at: Instant::ZERO,
         }
+    }
+
+    /// Give this node a bug.
+    #[cfg(feature = "planted")]
+    pub fn plant(&mut self, bug: sumac_hal::planted::Bug) {
+        self.common.bug = Some(bug);
     }
 
     /// Take in a packet that arrived at `now` from `from`.
@@ -235,7 +246,7 @@ impl<'m> Node<'m> {
             return self.answer_stranger(from, &repr, NakReason::UnknownGroup, now);
         };
         let Some(mut live) = self.live(index) else { return };
-        if repr.epoch != live.group.config.epoch {
+        if repr.epoch != live.group.config.epoch && !planted!(live.common, EpochForgotten) {
             live.common.drop_packet(DropReason::WrongEpoch);
             return self.answer_stranger(from, &repr, NakReason::WrongEpoch, now);
         }
@@ -256,7 +267,9 @@ impl<'m> Node<'m> {
                 live.common.counters.leases_expired += 1;
                 live.common.trace.record(now, Trace::LeaseExpired(id));
                 live.common.event(Event::LeaseExpired(id));
-                self.close_group(index);
+                if !(planted!(live.common, LeaseLeak) && live.group.failed.is_some()) {
+                    self.close_group(index);
+                }
             } else {
                 live.poll_parent(now);
                 live.note_output();

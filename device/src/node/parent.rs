@@ -6,6 +6,7 @@ use crate::group::{Failure, Parent};
 use crate::slot::State;
 use sumac_hal::ctrl::DropReason;
 use sumac_hal::ids::{ChildIndex, ChunkNo};
+use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
@@ -164,7 +165,7 @@ impl Live<'_> {
             return;
         }
         let Some(Parent { hop, .. }) = &mut self.group.parent else { return };
-        if hop.is_dead(now) {
+        if hop.is_dead(now) && !planted!(self.common, DeadHopUnnoticed) {
             let from = shard.global(hop.answered_below());
             return self.fail(Failure { from, reason: NakReason::PathLost, ops: None }, now);
         }

@@ -12,6 +12,7 @@ use crate::sets::ChildSet;
 use crate::slot::{Slot, State};
 use sumac_hal::ctrl::SharedLink;
 use sumac_hal::ids::ChildIndex;
+use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
@@ -179,7 +180,7 @@ impl Live<'_> {
             let alike = slot.holds(first.local + count)
                 && slot.state == State::Answered
                 && slot.signature == first.signature
-                && !slot.has_result_for(child);
+                && (!slot.has_result_for(child) || planted!(self.common, DoneForResult));
             if !(alike && slot.pending.contains(child)) {
                 break;
             }

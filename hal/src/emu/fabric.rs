@@ -6,9 +6,11 @@
 //!
 //! Invariants:
 //! - `sent + duplicated == delivered + dropped + in_flight`, after every call;
-//! - the order of events is the order of (time, number), and no map is iterated in an order of its own.
+//! - the order of events is the order of (time, number), and no map is iterated in an order of its own;
+//! - what damage a packet takes follows from the seed and from which packet of its path it is, so that a run whose
+//!   faults are repeated from a list is the same run.
 
-use super::{Frame, Rng, Rule, Verdict};
+use super::{Frame, NthPacket, Rng, Rule, Verdict};
 use crate::port::Addr;
 use crate::time::Instant;
 use core::fmt;
@@ -118,6 +120,7 @@ struct Node {
 
 /// A network of emulated links on virtual time.
 pub struct Fabric {
+    seed: u64,
     rng: Rng,
     default_link: LinkConfig,
     links: BTreeMap<(Addr, Addr), LinkConfig>,
@@ -128,6 +131,8 @@ pub struct Fabric {
     event_numbers: u64,
     rule_numbers: u64,
     counters: Counters,
+    /// What rules did so far, if that is recorded.
+    faults: Option<Vec<NthPacket>>,
     log: LogHash,
 }
 
@@ -135,6 +140,7 @@ impl Fabric {
     /// Make a fabric in which all paths are like `default_link`, and chance comes from `seed`.
     pub fn new(seed: u64, default_link: LinkConfig) -> Self {
         Self {
+            seed,
             rng: Rng::new(seed),
             default_link,
             links: BTreeMap::new(),
@@ -145,6 +151,7 @@ impl Fabric {
             event_numbers: 0,
             rule_numbers: 0,
             counters: Counters::default(),
+            faults: None,
             log: LogHash::default(),
         }
     }
@@ -167,6 +174,17 @@ impl Fabric {
         self.rules.retain(|(other, _)| *other != id);
     }
 
+    /// Record from now on what rules do to packets; the list grows with every fault.
+    pub fn record_faults(&mut self) {
+        self.faults.get_or_insert_default();
+    }
+
+    /// Return what rules did since [`Fabric::record_faults`], in the order of sending.
+    /// [`Script`](super::Script) repeats it.
+    pub fn faults(&self) -> &[NthPacket] {
+        self.faults.as_deref().unwrap_or_default()
+    }
+
     /// Send a packet at `now`, which must not be before any earlier call's.
     pub fn send(&mut self, now: Instant, from: Addr, to: Addr, bytes: &[u8]) {
         let nth = self.paths.entry((from, to)).or_default();
@@ -180,6 +198,10 @@ impl Fabric {
             .map(|(_, rule)| rule.on_packet(&frame, rng))
             .find(|verdict| *verdict != Verdict::Pass)
             .unwrap_or(Verdict::Pass);
+        let nth = *nth;
+        if let Some(faults) = self.faults.as_mut().filter(|_| verdict != Verdict::Pass) {
+            faults.push(NthPacket { from, to, nth, verdict });
+        }
         self.log.note("sent", now, from, to, bytes);
 
         let link = self.link(from, to);
@@ -203,7 +225,7 @@ impl Fabric {
             }
             Verdict::Corrupt => {
                 self.counters.corrupted += 1;
-                corrupt(&mut bytes, &mut self.rng);
+                corrupt(&mut bytes, &mut self.damage(from, to, nth));
             }
             Verdict::Drop => {
                 self.counters.dropped_by_rule += 1;
@@ -274,6 +296,13 @@ impl Fabric {
         let done = node.receiving_until;
         packet.stage = Stage::Deliver;
         self.schedule(done, packet);
+    }
+
+    /// Return the chance that decides how the packet `nth` of a path is damaged.
+    fn damage(&self, from: Addr, to: Addr, nth: u64) -> Rng {
+        let mut hasher = LogHash::default();
+        (self.seed, from, to, nth).hash(&mut hasher);
+        Rng::new(hasher.finish())
     }
 
     fn link(&self, from: Addr, to: Addr) -> LinkConfig {

@@ -5,6 +5,7 @@ use crate::port::Addr;
 use crate::time::Instant;
 use core::ops::Range;
 use core::time::Duration;
+use std::collections::BTreeMap;
 
 /// A packet as a rule sees it, when it is sent.
 #[derive(Debug, Clone, Copy)]
@@ -112,7 +113,29 @@ impl Rule for Partition {
     }
 }
 
-/// Does something to one packet of a path: "lose the third from a to b".
+/// Delays everything from one set of nodes to another, for a while: what is sent behind overtakes nothing, as on a
+/// longer way, until the while is over.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SlowLink {
+    /// The senders that are slow.
+    pub from: Vec<Addr>,
+    /// To whom.
+    pub to: Vec<Addr>,
+    /// When.
+    pub during: Range<Instant>,
+    /// By how much.
+    pub delay: Duration,
+}
+
+impl Rule for SlowLink {
+    fn on_packet(&mut self, frame: &Frame<'_>, _rng: &mut Rng) -> Verdict {
+        let slow = self.during.contains(&frame.at) && self.from.contains(&frame.from) && self.to.contains(&frame.to);
+        if slow { Verdict::Deliver { delay: self.delay } } else { Verdict::Pass }
+    }
+}
+
+/// Does something to one packet of a path: "lose the third from a to b". This is also how a fabric records the faults
+/// of a run ([`Fabric::faults`](super::Fabric::faults)).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NthPacket {
     /// The path's sender.
@@ -129,5 +152,24 @@ impl Rule for NthPacket {
     fn on_packet(&mut self, frame: &Frame<'_>, _rng: &mut Rng) -> Verdict {
         let hit = (frame.from, frame.to, frame.nth) == (self.from, self.to, self.nth);
         if hit { self.verdict } else { Verdict::Pass }
+    }
+}
+
+/// Repeats the faults of another run, or what is left of them: every packet that is not named passes.
+#[derive(Debug, Clone, Default)]
+pub struct Script {
+    verdicts: BTreeMap<(Addr, Addr, u64), Verdict>,
+}
+
+impl Script {
+    /// Make a script of these faults. Of two for one packet the later is taken.
+    pub fn new(faults: &[NthPacket]) -> Self {
+        Self { verdicts: faults.iter().map(|fault| ((fault.from, fault.to, fault.nth), fault.verdict)).collect() }
+    }
+}
+
+impl Rule for Script {
+    fn on_packet(&mut self, frame: &Frame<'_>, _rng: &mut Rng) -> Verdict {
+        self.verdicts.get(&(frame.from, frame.to, frame.nth)).copied().unwrap_or(Verdict::Pass)
     }
 }

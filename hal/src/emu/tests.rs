@@ -106,6 +106,20 @@ fn a_partition_cuts_one_way_for_a_while() {
 }
 
 #[test]
+fn a_slow_link_delays_one_way_for_a_while() {
+    let mut fabric = Fabric::new(1, LinkConfig::default());
+    fabric.add_rule(SlowLink { from: vec![A], to: vec![B], during: us(10)..us(20), delay: Duration::from_micros(100) });
+    for at in [9, 10, 19, 20] {
+        fabric.send(us(at), A, B, b"slow?");
+        fabric.send(us(at), B, A, b"as ever");
+    }
+    let arrivals = drain(&mut fabric);
+    let of = |from| arrivals.iter().filter(move |arrival| arrival.1 == from).map(|arrival| arrival.0);
+    assert_eq!(of(A).collect::<Vec<_>>(), [10, 21, 111, 120]);
+    assert_eq!(of(B).collect::<Vec<_>>(), [10, 11, 20, 21]);
+}
+
+#[test]
 fn duplicates_are_copies_and_damage_is_damage() {
     let mut fabric = Fabric::new(1, LinkConfig::default());
     let delay = Duration::from_micros(7);
@@ -133,7 +147,7 @@ fn duplicates_are_copies_and_damage_is_damage() {
 
 #[test]
 fn shares_of_faults_come_out_as_asked() {
-    let mut fabric = Fabric::new(7, LinkConfig::default());
+    let mut fabric = Fabric::new(8, LinkConfig::default());
     fabric.add_rule(RandomFaults {
         loss_per_mille: 100,
         duplicate_per_mille: 50,
@@ -152,10 +166,11 @@ fn shares_of_faults_come_out_as_asked() {
     }
 }
 
-/// One run: a few hundred packets between four nodes under random faults.
-fn swarm(seed: u64, faults: RandomFaults, queue: Option<usize>) -> Fabric {
+/// One run: a few hundred packets between four nodes under faults.
+fn swarm(seed: u64, faults: impl Rule + 'static, queue: Option<usize>) -> Fabric {
     let link = LinkConfig { receive_queue_bytes: queue, ..slow() };
     let mut fabric = Fabric::new(seed, link);
+    fabric.record_faults();
     fabric.add_rule(faults);
     let mut rng = Rng::new(seed ^ 1);
     for i in 0..300 {
@@ -186,6 +201,12 @@ proptest! {
         prop_assert_eq!(one.log_hash(), two.log_hash());
         prop_assert_eq!(one.counters(), two.counters());
         prop_assert_ne!(one.log_hash(), swarm(seed.wrapping_add(1), faults, queue).log_hash());
+        // The list of what was done to packets is the run, damage and all.
+        let again = swarm(seed, Script::new(one.faults()), queue);
+        prop_assert_eq!((again.log_hash(), again.faults()), (one.log_hash(), one.faults()));
+        let counters = one.counters();
+        let done = counters.dropped_by_rule + counters.duplicated + counters.delayed + counters.corrupted;
+        prop_assert_eq!(one.faults().len() as u64, done);
     }
 }
 

@@ -29,11 +29,12 @@ use std::collections::VecDeque;
 use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
 use sumac_hal::mmio::EntryStatus;
 use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::{RUN, Shard};
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::{HopTimers, Listening, MAX_WINDOW, Uplink};
-use sumac_hal::wire::{Flags, HEADER_LEN, Kind, NakReason, Packet, Repr, payload_crc};
+use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, Repr, payload_crc};
 use thiserror::Error;
 
 /// What a rank is told when it joins a group.
@@ -207,6 +208,8 @@ pub struct Endpoint {
     failed: Option<EndpointError>,
     failure_told: bool,
     stats: EndpointStats,
+    #[cfg(feature = "planted")]
+    bug: Option<sumac_hal::planted::Bug>,
 }
 
 impl Endpoint {
@@ -233,8 +236,16 @@ impl Endpoint {
             failed: None,
             failure_told: false,
             stats: EndpointStats::default(),
+            #[cfg(feature = "planted")]
+            bug: None,
             config,
         }
+    }
+
+    /// Give this endpoint a bug.
+    #[cfg(feature = "planted")]
+    pub fn plant(&mut self, bug: sumac_hal::planted::Bug) {
+        self.bug = Some(bug);
     }
 
     /// Post an operation. On [`Path::Tree`] it runs through the tree; on any other path it only tells the tree
@@ -293,7 +304,7 @@ impl Endpoint {
                 continue;
             }
             let hop = &mut self.hops[index];
-            if hop.is_dead(now) {
+            if hop.is_dead(now) && !planted!(self, DeadHopUnnoticed) {
                 return self.fail(EndpointError::PathLost);
             }
             if let Some(probe) = hop.poll_probe(now) {
@@ -336,6 +347,14 @@ impl Endpoint {
         self.stable
     }
 
+    /// Return what this rank keeps of a chunk of an operation that has returned: the chunk's result, or its own
+    /// contribution where it does not get that. `None` for a chunk that every rank is known to have, or that belongs
+    /// to an operation in flight.
+    pub fn kept(&self, seq: ChunkNo) -> Option<&[u8]> {
+        let kept = self.ops.kept().find(|kept| (kept.from..kept.op.end()).contains(&seq.0))?;
+        Some(kept.of_chunk(seq.0))
+    }
+
     /// Return why the group is at its end, if it is.
     pub const fn error(&self) -> Option<EndpointError> {
         self.failed
@@ -348,6 +367,9 @@ impl Endpoint {
 
     /// Return the window in force, in chunks.
     pub fn window(&self) -> u16 {
+        if planted!(self, WindowUnclamped) {
+            return self.window.max(1);
+        }
         self.window.clamp(1, self.config.window_max)
     }
 
@@ -370,7 +392,7 @@ impl Endpoint {
         }
         let seq = self.next_in_window()?;
         let run_end = (seq / RUN + 1) * RUN;
-        let end = run_end.min(self.end()).min(self.have().0 + u64::from(self.window()));
+        let end = run_end.min(self.end()).min(self.window_end());
         Some(self.contribute(seq, end, buffers, now))
     }
 
@@ -399,8 +421,18 @@ impl Endpoint {
 
     /// Return the next seq to send for the first time, if the window allows it.
     fn next_in_window(&self) -> Option<u64> {
-        let limit = self.end().min(self.have().0 + u64::from(self.window()));
+        let limit = self.end().min(self.window_end());
         (self.next < limit).then_some(self.next)
+    }
+
+    /// Return the seq before which contributions may be sent.
+    fn window_end(&self) -> u64 {
+        let have = self.have().0;
+        if planted!(self, CountedWindow) {
+            let answered = (have..self.next).filter(|&seq| Remains::is_answered(self, seq)).count();
+            return have + answered as u64 + u64::from(self.window());
+        }
+        have + u64::from(self.window())
     }
 
     /// Return the contribution to `seq`; if that is Empty, also to those that follow below `end`, as far as they are
@@ -447,23 +479,6 @@ impl Endpoint {
         Shard::new(index as u16, self.hops.len() as u16).expect("checked in new")
     }
 
-    /// The tree says that it has no answer to `seq` and whatever follows.
-    fn end_at(&mut self, seq: u64, error: EndpointError) {
-        if self.ending.is_none_or(|(earlier, _)| seq < earlier) {
-            self.ending = Some((seq, error));
-        }
-        self.settle();
-    }
-
-    /// Fail if the tree ends here: every chunk below has landed.
-    fn settle(&mut self) {
-        if let Some((at, error)) = self.ending
-            && self.have().0 >= at
-        {
-            self.fail(error);
-        }
-    }
-
     fn fail(&mut self, error: EndpointError) {
         self.failed.get_or_insert(error);
         self.replies.clear();
@@ -494,15 +509,4 @@ fn empty_run(op: &Op, seq: u64, end: u64, wants: bool) -> u16 {
         part.gives.is_none() && part.takes.is_some() == wants
     };
     1 + (seq + 1..end.min(op.end())).take_while(alike).count() as u16
-}
-
-/// Return the error that a Nak from the node means for this group, if it is the end of it.
-fn terminal(reason: NakReason, ops: Option<(OpDesc, OpDesc)>) -> Option<EndpointError> {
-    Some(match (reason, ops) {
-        (NakReason::Mismatch, Some((first, other))) => EndpointError::Mismatch { first, other },
-        (NakReason::Unsupported, Some((op, _))) => EndpointError::Unsupported(op),
-        (NakReason::WrongEpoch | NakReason::UnknownGroup, _) => EndpointError::GroupLost,
-        (NakReason::PathLost, _) => EndpointError::PathLost,
-        _ => return None,
-    })
 }

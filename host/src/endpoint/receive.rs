@@ -1,12 +1,14 @@
 //! What comes down from the leaf node.
 
 use super::ops::{Keep, Kept};
-use super::{Buffers, Endpoint, EndpointConfig, EndpointError, terminal};
+use super::{Buffers, Endpoint, EndpointConfig, EndpointError};
 use sumac_hal::ids::{ChildIndex, ChunkNo};
+use sumac_hal::op::OpDesc;
+use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Kind, NakReason, Packet, Repr, unpack_op};
+use sumac_hal::wire::{Kind, NakReason, Packet, Repr, WireError, unpack_op};
 
 impl Endpoint {
     /// Take in a packet that the network marked as having met congestion: [`Endpoint::handle`], and the next contribution
@@ -31,13 +33,17 @@ impl Endpoint {
 
     /// `None` if the packet is dropped.
     fn take(&mut self, from: Addr, packet: &[u8], buffers: &mut impl Buffers, now: Instant) -> Option<()> {
-        let packet = Packet::new_checked(packet).ok()?;
+        let packet = match Packet::new_checked(packet) {
+            Err(WireError::Checksum { .. }) if planted!(self, ChecksumUnchecked) => Packet::new_unchecked(packet),
+            checked => checked.ok()?,
+        };
         let repr = Repr::parse(&packet).ok()?;
         let config = &self.config;
         let link = (repr.child, repr.key);
         // Only results are shared: all else is said to one child.
         let all = config.shared_key.filter(|_| repr.kind == Kind::Result).map(|key| (ChildIndex::ALL, key));
-        let mine = (repr.group, repr.epoch) == (config.group, config.epoch)
+        let mine = repr.group == config.group
+            && (repr.epoch == config.epoch || planted!(self, EpochForgotten))
             && (link == (config.child, config.key) || Some(link) == all);
         let index = self.shard_of(repr.seq.0);
         // A Status may speak of the shard's next seqs, a Nak of a group as a whole: both name a seq of theirs.
@@ -66,7 +72,12 @@ impl Endpoint {
     /// its own again.
     fn keep(&mut self, buffers: &mut impl Buffers) {
         let stable = self.stable.0;
-        self.ops.forget_below(stable);
+        if planted!(self, NoRetention) {
+            return;
+        }
+        if !planted!(self, UnboundedQueue) {
+            self.ops.forget_below(stable);
+        }
         for Kept { op, from, bytes } in self.ops.newly_kept() {
             *from = stable.max(op.first());
             for seq in *from..op.end() {
@@ -116,7 +127,8 @@ impl Endpoint {
         let seq = repr.seq.0;
         let op = self.ops.of_seq(seq).filter(|op| seq < self.next && op.signature == repr.signature)?;
         let local = self.shard(index).below(repr.seq);
-        if self.hops[index].is_answered(local) {
+        let again = self.hops[index].is_answered(local);
+        if again && !planted!(self, LandsTwice) {
             return None;
         }
         match (op.part(seq).takes, repr.kind) {
@@ -126,10 +138,11 @@ impl Endpoint {
                 self.note_way(repr.child == ChildIndex::ALL);
             }
             (None, Kind::Done) if payload.is_empty() => {}
+            (Some(_), Kind::Done) if planted!(self, DoneForResult) => {}
             _ => return None,
         }
         // Landed: only now may `have` pass it.
-        assert!(self.hops[index].on_answer(local, now), "a chunk lands once");
+        assert!(self.hops[index].on_answer(local, now) || again, "a chunk lands once");
         self.ops.landed(seq);
         Some(())
     }
@@ -153,8 +166,14 @@ impl Endpoint {
 
     fn on_status(&mut self, index: usize, repr: &Repr, now: Instant) -> Option<()> {
         let shard = self.shard(index);
+        if planted!(self, AcceptedIsAnswered) {
+            let first = shard.below(repr.seq);
+            let accepted = (0..64).filter(|i| repr.bits & (1 << i) != 0);
+            accepted.for_each(|i| _ = self.hops[index].on_answer(first + i, now));
+        }
         let again = &mut self.again;
-        let known = self.hops[index].on_status(repr.token, shard.below(repr.seq), repr.bits, now, |local| {
+        let first = shard.below(repr.seq) + u64::from(planted!(self, OffByOneSeq));
+        let known = self.hops[index].on_status(repr.token, first, repr.bits, now, |local| {
             let seq = shard.global(local).0;
             if !again.contains(&seq) {
                 again.push_back(seq);
@@ -181,9 +200,38 @@ impl Endpoint {
         match terminal(reason, ops)? {
             // Nothing more is to be had from a node that does not know the group.
             EndpointError::GroupLost => self.fail(EndpointError::GroupLost),
+            error if planted!(self, ErrorAtOnce) => self.fail(error),
             // What was never sent can't have been refused: a number beyond is taken for the next.
             error => self.end_at(repr.seq.0.min(self.next), error),
         }
         Some(())
     }
+
+    /// The tree says that it has no answer to `seq` and whatever follows.
+    fn end_at(&mut self, seq: u64, error: EndpointError) {
+        if self.ending.is_none_or(|(earlier, _)| seq < earlier) {
+            self.ending = Some((seq, error));
+        }
+        self.settle();
+    }
+
+    /// Fail if the tree ends here: every chunk below has landed.
+    fn settle(&mut self) {
+        if let Some((at, error)) = self.ending
+            && self.have().0 >= at
+        {
+            self.fail(error);
+        }
+    }
+}
+
+/// Return the error that a Nak from the node means for this group, if it is the end of it.
+fn terminal(reason: NakReason, ops: Option<(OpDesc, OpDesc)>) -> Option<EndpointError> {
+    Some(match (reason, ops) {
+        (NakReason::Mismatch, Some((first, other))) => EndpointError::Mismatch { first, other },
+        (NakReason::Unsupported, Some((op, _))) => EndpointError::Unsupported(op),
+        (NakReason::WrongEpoch | NakReason::UnknownGroup, _) => EndpointError::GroupLost,
+        (NakReason::PathLost, _) => EndpointError::PathLost,
+        _ => return None,
+    })
 }

@@ -6,7 +6,7 @@ mod shared;
 use super::*;
 use std::time::Duration;
 use sumac_hal::op::{Dtype, ReduceOp};
-use sumac_hal::wire::{BITMAP_SEQS, pack_op};
+use sumac_hal::wire::{BITMAP_SEQS, NakReason, pack_op};
 
 const NODE: Addr = Addr::Emu(50);
 const EPOCH: Epoch = Epoch { term: 2, counter: 7 };

@@ -87,7 +87,7 @@ impl Attacker {
     fn as_member(&mut self, scene: &Scene<'_>) -> (Addr, Addr, Vec<u8>) {
         let draw = &mut self.draw;
         let rank = draw.below(scene.ranks as u64) as usize;
-        let config = scene.wiring.endpoint(scene.options, rank, scene.group, scene.epoch);
+        let config = scene.wiring.endpoint(scene.options, (rank, scene.group), 0, scene.epoch);
         let numbers = [0, 1, 2, 3, 5, 17, 63, 64, 255, 1 << 20, u64::MAX - 1, u64::MAX];
         let op = OpDesc::all_reduce(draw.one_of(Dtype::ALL), draw.one_of(ReduceOp::ALL), draw.one_of(&numbers));
         let kinds =

@@ -3,12 +3,18 @@
 
 use super::cluster::{A_LEASE_AT_LEAST, Cluster};
 use super::memory::{OpMemory, chunks, results};
+use super::options::Options;
 use super::report::Violation;
 use super::scenario::Scenario;
 use super::setup::Member;
+use super::wiring::LEASE_MS;
+use std::collections::BTreeMap;
+use std::time::Duration;
 use sumac::endpoint::EndpointError;
-use sumac_hal::ctrl::Counters;
-use sumac_hal::op::OpDesc;
+use sumac_hal::ctrl::{Counters, DropReason};
+use sumac_hal::ids::ChunkNo;
+use sumac_hal::op::{Collective, OpDesc};
+use sumac_hal::time::Instant;
 
 impl Cluster<'_, '_> {
     pub(super) fn check(&mut self) -> Result<(), Violation> {
@@ -16,6 +22,13 @@ impl Cluster<'_, '_> {
         self.check_ends()?;
         self.check_agreement()?;
         self.check_limits()?;
+        self.check_manners()?;
+        self.check_kept()?;
+        self.check_scenario()?;
+        self.check_leases()
+    }
+
+    fn check_scenario(&mut self) -> Result<(), Violation> {
         match self.options.scenario {
             Scenario::Calm => {
                 self.check_devices_quiet()?;
@@ -76,11 +89,11 @@ impl Cluster<'_, '_> {
             matches!(&options.scenario, Scenario::Mismatch { group: g, op: at, .. } if (*g, *at) == (group, op));
         let chunks = chunks(&desc, options.ranks, options.chunk_len_bytes);
         // Where calls differ nobody has a result, and nothing is touched.
-        let results = if differs { Vec::new() } else { results(options, group, op) };
+        let results = if differs { Vec::new() } else { results(options, self.life, group, op) };
         for (rank, members) in self.members.iter().enumerate() {
             let member = &members[group];
             let found = &member.memory.ops[op];
-            let before = OpMemory::before(options, group, rank, op);
+            let before = OpMemory::before(options, self.life, group, rank, op);
             let after = before.after(&desc, options.ranks, rank, &results);
             let is_done = (op as u64) < member.done;
             if is_done || differs {
@@ -177,14 +190,120 @@ impl Cluster<'_, '_> {
         let nodes = self.wirings.iter().flat_map(|wiring| &wiring.nodes);
         let links: u64 = nodes.map(|node| u64::from(node.children)).sum::<u64>() * self.options.groups.len() as u64;
         let limit = links * IN_FLIGHT_A_WINDOW * u64::from(self.options.window.max(8)) + self.attacker.sent();
-        let found = self.in_flight_most();
-        if found > limit { Err(Violation::Limit { what: "packets on their way", found, limit }) } else { Ok(()) }
+        within("packets on their way", self.in_flight_most(), limit)?;
+        // Whoever waits asks, ever less often; what is lost is sent again, and asked for.
+        let chunks: u64 = (0..self.options.groups.len()).filter_map(|group| ends(self.options, group, 0).last()).sum();
+        let asked = (self.now - Instant::ZERO).as_millis() as u64 / 25;
+        let limit = links * (PACKETS_A_CHUNK * chunks + PACKETS_A_PROBE * (asked + 16)) * (self.life + 1);
+        within("packets sent", self.fabric.counters().sent, limit + 4 * self.attacker.sent())
     }
+
+    /// Nobody sends what the other side has to drop for breaking a rule: only an attacker does that.
+    fn check_manners(&self) -> Result<(), Violation> {
+        if self.options.scenario == Scenario::Hostile {
+            return Ok(());
+        }
+        let mut counters = self.past;
+        self.devices.iter().flat_map(|device| &device.shards).for_each(|node| counters.merge(node.counters()));
+        // A node refuses a chunk as soon as two children disagree, when another may lack what came a window before.
+        let early = matches!(self.options.scenario, Scenario::Mismatch { .. });
+        let rude = RUDE.iter().filter(|(reason, _)| !(early && *reason == DropReason::OverWindow));
+        rude.into_iter().try_for_each(|&(reason, what)| equal(what, counters.dropped(reason), 0))
+    }
+
+    /// What a rank was told that every rank has, every rank has.
+    pub(super) fn check_stable(&self, group: usize, rank: usize) -> Result<(), Violation> {
+        let stable = self.members[rank][group].endpoint.stable().0;
+        let have = self.members.iter().map(|members| members[group].endpoint.have().0).min().unwrap_or(0);
+        within("chunks said to be stable", stable, have)
+    }
+
+    /// What every rank is known to have is not kept (PROTOCOL 5).
+    fn check_kept(&self) -> Result<(), Violation> {
+        let mut kept = 0;
+        for (rank, members) in self.members.iter().enumerate() {
+            for (group, member) in members.iter().enumerate() {
+                let ends = ends(self.options, group, rank).take_while(|&end| end <= member.endpoint.stable().0);
+                kept += ends.filter(|end| member.endpoint.kept(ChunkNo(end - 1)).is_some()).count() as u64;
+            }
+        }
+        equal("operations kept that every rank has", kept, 0)
+    }
+
+    /// Groups that nobody speaks for any more are gone when their lease is, with all that they held.
+    fn check_leases(&mut self) -> Result<(), Violation> {
+        let end = self.now + Duration::from_millis(u64::from(LEASE_MS) + 1);
+        for node in self.devices.iter_mut().filter(|device| device.alive).flat_map(|device| &mut device.shards) {
+            node.handle_timeout(end);
+            let stats = node.stats();
+            equal("groups behind their lease", stats.groups.into(), 0)?;
+            equal("slots behind their lease", stats.slots_used.into(), 0)?;
+            equal("bytes behind their lease", stats.slot_memory_used_bytes, 0)?;
+        }
+        Ok(())
+    }
+}
+
+/// Check an operation that returns now: every rank has called it (PROTOCOL 1), and the results of an all-reduce that
+/// other ranks may lack are kept (PROTOCOL 5).
+pub(super) fn check_return(
+    options: &Options,
+    member: &Member,
+    (group, rank, op): (usize, usize, usize),
+    called: &BTreeMap<(usize, usize), usize>,
+) -> Result<(), Violation> {
+    let called = called.get(&(group, op)).copied().unwrap_or(0);
+    if called < options.ranks {
+        return Err(Violation::Early { group, rank, op, called });
+    }
+    let desc = options.call(group, rank, op);
+    if desc.collective != Collective::AllReduce || desc.count == 0 {
+        return Ok(());
+    }
+    let first = op.checked_sub(1).and_then(|before| ends(options, group, rank).nth(before)).unwrap_or(0);
+    for (chunk, elements) in chunks(&desc, options.ranks, options.chunk_len_bytes).iter().enumerate() {
+        let seq = ChunkNo(first + chunk as u64);
+        let result = member.memory.ops[op].result(elements, desc.element_bytes());
+        if seq >= member.endpoint.stable() && member.endpoint.kept(seq) != Some(result) {
+            return Err(Violation::NotKept { group, rank, op, chunk });
+        }
+    }
+    Ok(())
+}
+
+/// Return the seq after each of a rank's operations, in order: one without elements is one chunk.
+fn ends(options: &Options, group: usize, rank: usize) -> impl Iterator<Item = u64> {
+    let count = move |op| chunks(&options.call(group, rank, op), options.ranks, options.chunk_len_bytes).len().max(1);
+    (0..options.groups[group].ops.len()).scan(0, move |end, op| {
+        *end += count(op) as u64;
+        Some(*end)
+    })
+}
+
+fn within(what: &'static str, found: u64, limit: u64) -> Result<(), Violation> {
+    if found > limit { Err(Violation::Limit { what, found, limit }) } else { Ok(()) }
 }
 
 fn equal(what: &'static str, found: u64, expected: u64) -> Result<(), Violation> {
     if found == expected { Ok(()) } else { Err(Violation::Conservation { what, found, expected }) }
 }
+
+/// Reasons to drop a packet that only its sender can be blamed for, each with what is counted.
+const RUDE: [(DropReason, &str); 7] = [
+    (DropReason::BadChild, "packets of no child"),
+    (DropReason::BadKey, "packets with a wrong key"),
+    (DropReason::BadShard, "packets to a wrong shard"),
+    (DropReason::BadMark, "packets that claim what was never sent"),
+    (DropReason::BadShape, "packets of a wrong shape"),
+    (DropReason::OverWindow, "packets beyond the window"),
+    (DropReason::SlotBusy, "packets for a slot in use"),
+];
+
+/// Contribution and answer, each sent a few times, with a Nak for each.
+const PACKETS_A_CHUNK: u64 = 40;
+
+/// Probe and Status.
+const PACKETS_A_PROBE: u64 = 4;
 
 /// Up and down, each perhaps doubled, and once more as asked for by a probe.
 const IN_FLIGHT_A_WINDOW: u64 = 8;

@@ -4,6 +4,7 @@
 //! so that a run of 256 ranks costs little more an event than one of two.
 
 use super::attack::Attacker;
+use super::check::check_return;
 use super::incident::Alarm;
 use super::options::Options;
 use super::report::{Report, Violation};
@@ -11,11 +12,12 @@ use super::scenario::Scenario;
 use super::setup::{Member, Tables, boot, draw_posts, install};
 use super::wiring::{EPOCH, Owner, Wiring, count_nodes, node_addr, owner, rank_addr, sharer};
 use std::collections::{BTreeMap, BTreeSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 use sumac::endpoint::Event;
 use sumac_device::Node;
 use sumac_hal::ctrl::Counters;
-use sumac_hal::emu::{Fabric, RandomFaults};
+use sumac_hal::emu::{Fabric, NthPacket};
 use sumac_hal::ids::Epoch;
 use sumac_hal::op::Path;
 use sumac_hal::time::Instant;
@@ -48,6 +50,10 @@ pub(super) struct Cluster<'o, 'm> {
     pub(super) alarms: BTreeMap<(Instant, u64), Alarm>,
     pub(super) attacker: Attacker,
     pub(super) epoch: Epoch,
+    /// How often all ranks began again.
+    pub(super) life: u64,
+    /// Ranks that have called an operation in this life, by group and operation.
+    called: BTreeMap<(usize, usize), usize>,
     pub(super) now: Instant,
     pub(super) touched: BTreeSet<Actor>,
     timers: BTreeSet<(Instant, Actor)>,
@@ -67,6 +73,22 @@ pub(super) struct Cluster<'o, 'm> {
 /// # Errors
 /// The first [`Violation`].
 pub fn run(options: &Options) -> Result<Report, Violation> {
+    set_up(options, |cluster| cluster.finish())?
+}
+
+/// Run a cluster to its end, and return also what its links did wrong: with that as
+/// [`Faults::script`](super::Faults::script) the run is the same.
+pub fn record(options: &Options) -> (Result<Report, Violation>, Vec<NthPacket>) {
+    let recorded = set_up(options, |cluster| {
+        cluster.fabric.record_faults();
+        let outcome = cluster.finish();
+        (outcome, cluster.fabric.faults().to_vec())
+    });
+    recorded.unwrap_or_else(|refused| (Err(refused), Vec::new()))
+}
+
+/// Wire and boot a cluster, and lend it to `work`.
+fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) -> Result<R, Violation> {
     let count = options.trees.iter().map(count_nodes).max().unwrap_or(0);
     let wirings: Vec<Wiring> = (0..options.trees.len()).map(|tree| Wiring::new(options, tree, count)).collect();
     let shards = usize::from(options.shards);
@@ -84,7 +106,7 @@ pub fn run(options: &Options) -> Result<Report, Violation> {
         devices.push(Device { shards: booted, spare: lent.by_ref().take(shards).collect(), alive: true });
     }
     let mut fabric = Fabric::new(options.seed, options.link);
-    fabric.add_rule(RandomFaults::from(options.faults));
+    options.faults.apply(&mut fabric, &wirings, options.shards, options.all_groups());
     let mut cluster = Cluster {
         options,
         wirings: &wirings,
@@ -95,6 +117,8 @@ pub fn run(options: &Options) -> Result<Report, Violation> {
         alarms: BTreeMap::new(),
         attacker: Attacker::new(options.seed),
         epoch: EPOCH,
+        life: 0,
+        called: BTreeMap::new(),
         now: Instant::ZERO,
         touched: BTreeSet::new(),
         timers: BTreeSet::new(),
@@ -108,19 +132,33 @@ pub fn run(options: &Options) -> Result<Report, Violation> {
     };
     cluster.begin();
     cluster.schedule_scenario();
-    cluster.drive()?;
-    cluster.check()?;
-    Ok(cluster.report())
+    Ok(work(&mut cluster))
 }
 
 impl Cluster<'_, '_> {
+    /// Run to the end and check; a panic is a violation like others, so that its seed is told too. What it leaves
+    /// behind is looked at by nobody.
+    fn finish(&mut self) -> Result<Report, Violation> {
+        let finished = catch_unwind(AssertUnwindSafe(|| {
+            self.drive()?;
+            self.check()?;
+            Ok(self.report())
+        }));
+        finished.unwrap_or_else(|panic| {
+            let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+            let message = text.or_else(|| panic.downcast_ref::<String>().cloned());
+            Err(Violation::Panicked { message: message.unwrap_or_else(|| "without a message".to_owned()) })
+        })
+    }
+
     /// Let all ranks begin their calls in the present epoch.
     pub(super) fn begin(&mut self) {
-        let (options, epoch) = (self.options, self.epoch);
+        let (options, life, epoch) = (self.options, self.life, self.epoch);
         let wiring = |group: usize| &self.wirings[options.tree(group)];
         let groups = options.groups.len();
-        let member = |rank, group| Member::new(options, wiring(group), rank, group, epoch);
+        let member = |rank, group| Member::new(options, wiring(group), (rank, group), life, epoch);
         self.members = (0..options.ranks).map(|rank| (0..groups).map(|group| member(rank, group)).collect()).collect();
+        self.called.clear();
         self.posts = draw_posts(options, self.now);
     }
 
@@ -186,6 +224,7 @@ impl Cluster<'_, '_> {
             let member = &mut self.members[rank][group];
             let posted = member.endpoint.post(self.options.call(group, rank, op), Path::Tree);
             assert!(posted.is_ok() || member.endpoint.error().is_some(), "{posted:?}");
+            *self.called.entry((group, op)).or_default() += 1;
             self.touched.insert(Actor::Rank { rank, group });
         }
     }
@@ -277,6 +316,7 @@ impl Cluster<'_, '_> {
     }
 
     fn ask_rank(&mut self, rank: usize, group: usize) -> Result<Option<Instant>, Violation> {
+        let mut returned = false;
         let member = &mut self.members[rank][group];
         let from = rank_addr(rank, group);
         while let Some(sent) = member.endpoint.poll_transmit(&member.memory, &mut self.buffer, self.now) {
@@ -284,7 +324,11 @@ impl Cluster<'_, '_> {
         }
         while let Some(event) = member.endpoint.poll_event() {
             match event {
-                Event::Completed(id) if id.0 == member.done && member.error.is_none() => member.done += 1,
+                Event::Completed(id) if id.0 == member.done && member.error.is_none() => {
+                    check_return(self.options, member, (group, rank, id.0 as usize), &self.called)?;
+                    member.done += 1;
+                    returned = true;
+                }
                 Event::Completed(id) => {
                     return Err(Violation::Completion { group, rank, found: id.0, expected: member.done });
                 }
@@ -292,7 +336,11 @@ impl Cluster<'_, '_> {
                 other => panic!("unknown event {other:?}"),
             }
         }
-        Ok(member.endpoint.poll_timeout())
+        let wake_at = member.endpoint.poll_timeout();
+        if returned {
+            self.check_stable(group, rank)?;
+        }
+        Ok(wake_at)
     }
 
     fn report(&self) -> Report {

@@ -7,7 +7,6 @@ use super::setup::{boot, install};
 use super::wiring::{TIMERS, count_levels, group_id};
 use std::time::Duration;
 use sumac_hal::ctrl::Request;
-use sumac_hal::ids::Epoch;
 use sumac_hal::time::Instant;
 
 /// Something that happens at a set moment.
@@ -53,11 +52,11 @@ impl Cluster<'_, '_> {
     }
 
     /// When everybody below a device that was lost at `at` has to know: `T_dead` a level after the last call, and
-    /// some time for lossy links.
+    /// some time for lossy links and for those that are cut or slow for a while.
     fn told_by(&self, at: Duration) -> Instant {
         let last_call = self.posts.keys().last().map_or(Instant::ZERO, |&(at, _)| at);
         let levels = self.options.trees.iter().map(count_levels).max().unwrap_or(1);
-        last_call.max(Instant::ZERO + at) + TIMERS.dead * levels + SLACK
+        last_call.max(Instant::ZERO + at) + TIMERS.dead * levels + SLACK + self.options.faults.spells_len()
     }
 
     pub(super) fn sound_alarms(&mut self) -> Result<(), Violation> {
@@ -105,7 +104,7 @@ impl Cluster<'_, '_> {
 
     fn begin_again(&mut self) -> Result<(), Violation> {
         self.check_results()?;
-        self.epoch = Epoch { counter: self.epoch.counter + 1, ..self.epoch };
+        self.epoch = self.options.planted.next_epoch(self.epoch);
         for device in 0..self.devices.len() {
             for node in &mut self.devices[device].shards {
                 node.control(&Request::Reset, self.now);
@@ -113,6 +112,7 @@ impl Cluster<'_, '_> {
             }
             self.touch_device(device);
         }
+        self.life += 1;
         self.begin();
         let groups = 0..self.options.groups.len();
         let ranks = 0..self.options.ranks;

@@ -49,7 +49,7 @@ const UNTOUCHED: u8 = 0x5a;
 
 impl OpMemory {
     /// The buffers of `rank` as it calls operation `op`.
-    pub(super) fn before(options: &Options, group: usize, rank: usize, op: usize) -> Self {
+    pub(super) fn before(options: &Options, life: u64, group: usize, rank: usize, op: usize) -> Self {
         let desc = options.call(group, rank, op);
         let size = desc.element_bytes();
         let own = own_block(&desc, options.ranks, rank);
@@ -57,11 +57,12 @@ impl OpMemory {
         let given = |e: &u64| contributes(&desc, options.ranks, rank, *e);
         let taken = |e: &u64| receives(&desc, options.ranks, rank, *e);
         let (input, output) = if in_place {
-            let whole = (0..desc.count)
-                .flat_map(|e| if given(&e) { element(options, group, rank, op, e) } else { vec![UNTOUCHED; size] });
+            let whole = (0..desc.count).flat_map(|e| {
+                if given(&e) { element(options, life, group, rank, op, e) } else { vec![UNTOUCHED; size] }
+            });
             (Vec::new(), whole.collect())
         } else {
-            let input = (0..desc.count).filter(given).flat_map(|e| element(options, group, rank, op, e));
+            let input = (0..desc.count).filter(given).flat_map(|e| element(options, life, group, rank, op, e));
             // An all-gather lands blocks at their places, so its output has room for the rank's own too.
             let len = match desc.collective {
                 Collective::AllGather => desc.count as usize,
@@ -71,6 +72,11 @@ impl OpMemory {
         };
         let own = own.start * size..own.end * size;
         Self { collective: desc.collective, in_place, own, input, output }
+    }
+
+    /// Return the result of a chunk of elements, in a buffer that has a place for every one of them.
+    pub(super) fn result(&self, chunk: &Range<u64>, size: usize) -> &[u8] {
+        &self.output[chunk.start as usize * size..chunk.end as usize * size]
     }
 
     /// Return where element `e` of the operation lies in the output.
@@ -158,16 +164,16 @@ fn receives(desc: &OpDesc, ranks: usize, rank: usize, e: u64) -> bool {
 }
 
 /// Return the result of each element of an operation.
-pub(super) fn results(options: &Options, group: usize, op: usize) -> Vec<Vec<u8>> {
+pub(super) fn results(options: &Options, life: u64, group: usize, op: usize) -> Vec<Vec<u8>> {
     let desc = options.groups[group].ops[op];
     let reduced = |e: u64| {
-        let inputs = |rank| element(options, group, rank, op, e);
+        let inputs = |rank| element(options, life, group, rank, op, e);
         let (dtype, reduce) = (desc.dtype?, desc.op?);
         Some(expected(&options.trees[options.tree(group)], options.order(group), dtype, reduce, &inputs))
     };
     let moved = |e: u64| {
         let owner = (0..options.ranks).find(|&rank| contributes(&desc, options.ranks, rank, e));
-        element(options, group, owner.expect("each element is somebody's"), op, e)
+        element(options, life, group, owner.expect("each element is somebody's"), op, e)
     };
     (0..desc.count).map(|e| reduced(e).unwrap_or_else(|| moved(e))).collect()
 }

@@ -1,10 +1,12 @@
 //! What a seed draws: the cluster, its operations and its faults.
 
+use super::faults::Faults;
+use super::planted::Planted;
 use super::scenario::{Scenario, ScenarioKind};
 use crate::oracle::{Shape, weight};
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
-use sumac_hal::emu::{LinkConfig, RandomFaults};
+use sumac_hal::emu::LinkConfig;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 use sumac_hal::reduce::Kernel;
@@ -41,33 +43,6 @@ impl Draw {
     /// Return true in `permille` of a thousand cases.
     pub fn chance(&mut self, permille: u64) -> bool {
         self.below(1000) < permille
-    }
-}
-
-/// Faults of the links, in parts per thousand of the packets.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Faults {
-    /// Lost.
-    pub loss: u16,
-    /// Delivered twice.
-    pub duplicate: u16,
-    /// Delayed by up to `delay_max`, so that later ones overtake.
-    pub reorder: u16,
-    /// Damaged.
-    pub corrupt: u16,
-    /// The most extra delay.
-    pub delay_max: Duration,
-}
-
-impl From<Faults> for RandomFaults {
-    fn from(faults: Faults) -> Self {
-        Self {
-            loss_per_mille: faults.loss,
-            duplicate_per_mille: faults.duplicate,
-            reorder_per_mille: faults.reorder,
-            corrupt_per_mille: faults.corrupt,
-            delay_max: faults.delay_max,
-        }
     }
 }
 
@@ -143,6 +118,8 @@ pub struct Options {
     pub skew_max: Duration,
     /// What else happens.
     pub scenario: Scenario,
+    /// What is wrong with the code.
+    pub planted: Planted,
 }
 
 impl Options {
@@ -162,7 +139,8 @@ impl Options {
                 ops: draw_ops(&mut draw, ranks, chunk_len_bytes, most_chunks),
             })
             .collect();
-        let (faults, skew_max) = draw_faults(&mut draw);
+        let faults = Faults::draw(&mut draw);
+        let skew_max = Duration::from_micros(draw.one_of(&[0, 50, 5_000, 500_000]));
         let mut options = Self {
             seed,
             trees,
@@ -183,10 +161,13 @@ impl Options {
             faults,
             skew_max,
             scenario: Scenario::Calm,
+            planted: Planted::default(),
         };
         // Apart from the other draws too. Half of the narrow links tell of congestion before they lose packets.
         let marks = Draw::new(weight(&[seed, kind as u64, 2])).chance(500);
         options.link.mark_queue_bytes = options.link.receive_queue_bytes.filter(|_| marks).map(|queue| queue / 2);
+        let mut spells = Draw::new(weight(&[seed, kind as u64, 3]));
+        options.faults.spells = Faults::draw_spells(&mut spells, ranks, options.trees.len());
         options.scenario = Scenario::draw(kind, &mut draw, &options);
         options
     }
@@ -272,19 +253,6 @@ pub(super) fn draw_op(draw: &mut Draw, ranks: usize) -> OpDesc {
         3 => OpDesc::all_gather(dtype, 0),
         _ => OpDesc::all_reduce(dtype, op, 0),
     }
-}
-
-/// Swarm testing (Groce et al. 2012): whole kinds of fault are off at random, so that rare mixes appear.
-fn draw_faults(draw: &mut Draw) -> (Faults, Duration) {
-    let mut permille = |most: u64| if draw.chance(400) { draw.below(most + 1) as u16 } else { 0 };
-    let faults = Faults {
-        loss: permille(300),
-        duplicate: permille(300),
-        reorder: permille(300),
-        corrupt: permille(100),
-        delay_max: Duration::from_micros(u64::from(permille(1000)) * 10),
-    };
-    (faults, Duration::from_micros(draw.one_of(&[0, 50, 5_000, 500_000])))
 }
 
 /// Links without limits, or narrow ones whose queues overflow when many send at once.

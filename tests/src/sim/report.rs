@@ -87,6 +87,30 @@ pub enum Violation {
         /// What was due.
         expected: u64,
     },
+    /// An operation completed that a rank has not called yet: a barrier would have let somebody through.
+    #[error("group {group} rank {rank}: operation {op} completed when {called} ranks had called it")]
+    Early {
+        /// The group's index.
+        group: usize,
+        /// The rank.
+        rank: usize,
+        /// The operation's index.
+        op: usize,
+        /// How many had.
+        called: usize,
+    },
+    /// An operation returned, and a chunk that other ranks may still lack is not kept.
+    #[error("group {group} rank {rank} operation {op}: returned without keeping the result of chunk {chunk}")]
+    NotKept {
+        /// The group's index.
+        group: usize,
+        /// The rank.
+        rank: usize,
+        /// The operation's index.
+        op: usize,
+        /// The chunk's index in the operation.
+        chunk: usize,
+    },
     /// A device refused a valid request.
     #[error("device {device} refused: {response}")]
     Refused {
@@ -115,12 +139,38 @@ pub enum Violation {
         /// Its limit.
         limit: u64,
     },
+    /// The code under test panicked.
+    #[error("panicked: {message}")]
+    Panicked {
+        /// What it said.
+        message: String,
+    },
     /// Somebody has something to send or waits for something when all is over.
     #[error("{who} is not quiet at the end")]
     NotQuiet {
         /// Who.
         who: String,
     },
+}
+
+impl Violation {
+    /// Return what found it, in a word or a few.
+    pub fn oracle(&self) -> &'static str {
+        match self {
+            Self::Wrong { .. } => "wrong result",
+            Self::Torn { .. } => "torn chunk",
+            Self::Hang { .. } => "hang",
+            Self::End { .. } => "wrong end",
+            Self::Late { .. } => "told late",
+            Self::Completion { .. } => "order of completions",
+            Self::Early { .. } => "early completion",
+            Self::NotKept { .. } => "retention",
+            Self::Refused { .. } => "refused request",
+            Self::Conservation { what, .. } | Self::Limit { what, .. } => what,
+            Self::Panicked { .. } => "panic",
+            Self::NotQuiet { .. } => "not quiet",
+        }
+    }
 }
 
 /// What a run did; of several runs, added up.

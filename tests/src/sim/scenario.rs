@@ -1,5 +1,6 @@
 //! What happens to a cluster besides faulty links, and what each rank has to be told then.
 
+use super::faults::moment;
 use super::options::{Draw, Options, draw_op};
 use std::time::Duration;
 use sumac_hal::ids::Rank;
@@ -56,13 +57,19 @@ pub enum Scenario {
 }
 
 impl Scenario {
+    /// Return of which kind it is.
+    pub fn kind(&self) -> ScenarioKind {
+        match self {
+            Self::Calm => ScenarioKind::Calm,
+            Self::Mismatch { .. } => ScenarioKind::Mismatch,
+            Self::Death { .. } => ScenarioKind::Death,
+            Self::Restart { .. } => ScenarioKind::Restart,
+            Self::Hostile => ScenarioKind::Hostile,
+        }
+    }
+
     pub(super) fn draw(kind: ScenarioKind, draw: &mut Draw, options: &Options) -> Self {
         let devices = options.trees.iter().map(super::wiring::count_nodes).max().unwrap_or(1) as u64;
-        // Most runs take less than a hundred round trips; a moment among those is likely to hit something.
-        let moment = |draw: &mut Draw| {
-            let scale = draw.one_of(&[14, 17, 20, 23, 29]);
-            Duration::from_nanos(draw.below(1 << scale))
-        };
         match kind {
             ScenarioKind::Calm => Self::Calm,
             ScenarioKind::Hostile => Self::Hostile,

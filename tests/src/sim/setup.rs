@@ -25,22 +25,30 @@ pub(super) struct Member {
 }
 
 impl Member {
-    pub(super) fn new(options: &Options, wiring: &Wiring, rank: usize, group: usize, epoch: Epoch) -> Self {
+    /// `life` counts how often all began again.
+    pub(super) fn new(
+        options: &Options,
+        wiring: &Wiring,
+        (rank, group): (usize, usize),
+        life: u64,
+        epoch: Epoch,
+    ) -> Self {
         let ops = 0..options.groups[group].ops.len();
         Self {
-            endpoint: Endpoint::new(wiring.endpoint(options, rank, group, epoch)),
-            memory: Memory { ops: ops.map(|op| OpMemory::before(options, group, rank, op)).collect() },
+            endpoint: options.planted.endpoint(Endpoint::new(wiring.endpoint(options, (rank, group), life, epoch))),
+            memory: Memory { ops: ops.map(|op| OpMemory::before(options, life, group, rank, op)).collect() },
             done: 0,
             error: None,
         }
     }
 }
 
-/// Return one element of what `rank` puts into operation `op`.
-pub(super) fn element(options: &Options, group: usize, rank: usize, op: usize, i: u64) -> Vec<u8> {
+/// Return one element of what `rank` puts into operation `op`. What it put there in an earlier life was something else,
+/// so that a packet of that life can't pass for one of this.
+pub(super) fn element(options: &Options, life: u64, group: usize, rank: usize, op: usize, i: u64) -> Vec<u8> {
     let desc = options.call(group, rank, op);
     let dtype = desc.dtype.expect("only operations with elements are asked");
-    let coordinates = [options.seed, group as u64, rank as u64, op as u64, i];
+    let coordinates = [options.seed.wrapping_add(life << 40), group as u64, rank as u64, op as u64, i];
     match desc.op {
         Some(reduce) => input(dtype, reduce, options.order(group) == Order::Arrival, &coordinates),
         // What is only moved may be any bits.
@@ -96,7 +104,7 @@ pub(super) fn boot<'m>(options: &Options, device: usize, shard: u16, life: u64, 
         slots: &mut tables.slots,
         bytes: &mut tables.bytes,
     };
-    Node::new(config, storage)
+    options.planted.node(Node::new(config, storage))
 }
 
 /// Give a booted shard its places in all trees and groups.

@@ -9,6 +9,7 @@ use sumac::endpoint::EndpointConfig;
 use sumac_hal::ctrl::{ChildMask, GroupConfig, NodeParent, SharedLink, TreeConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::key::GroupSecret;
+use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::{MAX_SHARDS, Shard};
 use sumac_hal::uplink::HopTimers;
@@ -72,9 +73,9 @@ impl Wiring {
 
     pub(super) fn group(&self, options: &Options, node: usize, group: usize, epoch: Epoch) -> GroupConfig {
         let device = |node: usize| self.nodes[node].device;
-        let parent_key = self.nodes[node].parent.map_or(0, |(parent, child)| {
-            secret(options, device(parent)).child_key(group_id(group), epoch, ChildIndex(child))
-        });
+        let parent_key = self.nodes[node]
+            .parent
+            .map_or(0, |(parent, child)| child_key(options, device(parent), group, epoch, ChildIndex(child)));
         GroupConfig {
             group: group_id(group),
             tree: self.tree,
@@ -84,7 +85,7 @@ impl Wiring {
             parent_key,
             shared: (options.sharing != Sharing::Off).then(|| shared_addr(device(node), group)),
             parent_shared: self.nodes[node].parent.and_then(|(parent, child)| {
-                let key = shared_key(options, device(parent), group, epoch);
+                let key = child_key(options, device(parent), group, epoch, ChildIndex::ALL);
                 let link = SharedLink { addr: shared_addr(device(parent), group), key };
                 options.sharing.claims(options.seed, (device(parent), child), group).then_some(link)
             }),
@@ -108,7 +109,13 @@ impl Wiring {
         ranks.map(|(rank, _)| rank_addr(rank, group)).chain(nodes.map(|node| node_addr(node.device, shard))).collect()
     }
 
-    pub(super) fn endpoint(&self, options: &Options, rank: usize, group: usize, epoch: Epoch) -> EndpointConfig {
+    pub(super) fn endpoint(
+        &self,
+        options: &Options,
+        (rank, group): (usize, usize),
+        life: u64,
+        epoch: Epoch,
+    ) -> EndpointConfig {
         let (leaf, child) = self.ranks[rank];
         let device = self.nodes[leaf].device;
         EndpointConfig {
@@ -117,18 +124,18 @@ impl Wiring {
             rank: Rank(rank as u32),
             ranks: options.ranks as u32,
             child: ChildIndex(child),
-            key: secret(options, device).child_key(group_id(group), epoch, ChildIndex(child)),
+            key: child_key(options, device, group, epoch, ChildIndex(child)),
             shared_key: options
                 .sharing
                 .claims(options.seed, (device, child), group)
-                .then(|| shared_key(options, device, group, epoch)),
+                .then(|| child_key(options, device, group, epoch, ChildIndex::ALL)),
             parents: (0..options.shards).map(|shard| node_addr(device, shard)).collect(),
             window_max: options.window,
             window_start: options.window,
             chunk_len_bytes: options.chunk_len_bytes,
             timers: TIMERS,
             table_version: 1,
-            salt: weight(&[options.seed, rank as u64, group as u64, u64::from(epoch.to_bits())]) as u32,
+            salt: weight(&[options.seed, rank as u64, group as u64, u64::from(epoch.to_bits()) + (life << 32)]) as u32,
         }
     }
 }
@@ -152,7 +159,8 @@ pub(super) fn count_levels(shape: &Shape) -> u32 {
 /// Twice what of the window can fall into one shard: the least that is safe (PROTOCOL 1).
 pub(super) fn slots_per_shard(options: &Options) -> u16 {
     let shard = Shard::new(0, options.shards).expect("drawn within limits");
-    2 * shard.most_within(u64::from(options.window)) as u16
+    let share = shard.most_within(u64::from(options.window)) as u16;
+    if planted!(options.planted, SlotReusedEarly) { share } else { 2 * share }
 }
 
 pub(super) fn node_addr(device: usize, shard: u16) -> Addr {
@@ -178,8 +186,8 @@ pub(super) fn sharer(addr: Addr) -> Option<Sharer> {
     Some((n / MAX_SHARDS / 16, n / MAX_SHARDS % 16, (n % MAX_SHARDS) as u16))
 }
 
-fn shared_key(options: &Options, device: usize, group: usize, epoch: Epoch) -> u64 {
-    secret(options, device).child_key(group_id(group), epoch, ChildIndex::ALL)
+fn child_key(options: &Options, device: usize, group: usize, epoch: Epoch, child: ChildIndex) -> u64 {
+    secret(options, device).child_key(group_id(group), options.planted.key_epoch(epoch), child)
 }
 
 /// What an address belongs to.
@@ -217,6 +225,7 @@ pub(super) const EPOCH: Epoch = Epoch { term: 1, counter: 1 };
 pub(super) const TIMERS: HopTimers = HopTimers::DEFAULT;
 /// The attacker's own address.
 pub(super) const STRANGER: Addr = Addr::Emu(u32::MAX);
-const LEASE_MS: u32 = 3_600_000;
+/// The lease of every group.
+pub(super) const LEASE_MS: u32 = 3_600_000;
 const RANKS_FROM: u32 = 1 << 20;
 const SHARED_FROM: u32 = 1 << 24;

@@ -1,0 +1,105 @@
+//! Bugs planted on purpose, to measure what finds them: only with the feature `planted`, which is for tests of tests.
+//!
+//! A node or an endpoint is given one `Bug` (`plant`), so that two of them in one process can differ; without the
+//! feature there is no such field, and what asks for a bug ([`planted!`](crate::planted!)) is the constant `false`.
+
+/// A bug. Who has it is said first: a node of a device, a rank's endpoint, both, or the controller (as which the
+/// simulator acts).
+#[cfg(feature = "planted")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Bug {
+    /// Endpoint: what a Status says of a chunk is taken for the next one's.
+    OffByOneSeq,
+    /// Node: of a chunk's number it compares only by which of two laps of the slots it is.
+    VersionBit,
+    /// All: the epoch is neither checked nor part of the keys.
+    EpochForgotten,
+    /// Node: a second contribution of a child is combined like the first.
+    DoubleAdd,
+    /// Node and controller: there are as many slots as the window is long, not twice as many, and one is used again once
+    /// it has its answer, whoever has that. (Twice as many are safe even then.)
+    SlotReusedEarly,
+    /// Endpoint: the window limits how many chunks are in flight, not how far they are apart.
+    CountedWindow,
+    /// Endpoint: operations return without anything of them being kept.
+    NoRetention,
+    /// Controller: after a restart the group begins again in the epoch that it had.
+    SameEpoch,
+    /// Node: a group that failed is not freed when its lease runs out.
+    LeaseLeak,
+    /// Endpoint: what is kept of operations is kept for good.
+    UnboundedQueue,
+    /// Node: a probe is answered by what is in the slots, whichever chunks these hold.
+    StaleProbeBits,
+    /// Node: what the fastest child has is taken for what all have.
+    MinHaveIsMax,
+    /// Node: a contribution's key is not compared.
+    KeyUnchecked,
+    /// Endpoint: a contribution that the node has is taken for answered.
+    AcceptedIsAnswered,
+    /// Both: a Done may cover chunks that somebody wants the result of, and is taken for it.
+    DoneForResult,
+    /// Endpoint: a result that comes twice counts twice.
+    LandsTwice,
+    /// Both: a window beyond the group's limit is granted, and used.
+    WindowUnclamped,
+    /// Endpoint: an error ends the group at once, also where chunks before it are still open.
+    ErrorAtOnce,
+    /// Node: a refusal of a later chunk takes the place of an earlier one's.
+    LaterRefusal,
+    /// Node: contributions of different operations combine.
+    SignatureUnchecked,
+    /// Node: contributions combine as they come where another order was declared.
+    OrderOfArrival,
+    /// Node: the first contribution is added to what the slot held before.
+    FirstNotCopied,
+    /// Both: a parent that is silent is never given up.
+    DeadHopUnnoticed,
+    /// Endpoint: a packet whose checksum is wrong is taken.
+    ChecksumUnchecked,
+}
+
+#[cfg(feature = "planted")]
+impl Bug {
+    /// All of them.
+    pub const ALL: [Self; 24] = [
+        Self::OffByOneSeq,
+        Self::VersionBit,
+        Self::EpochForgotten,
+        Self::DoubleAdd,
+        Self::SlotReusedEarly,
+        Self::CountedWindow,
+        Self::NoRetention,
+        Self::SameEpoch,
+        Self::LeaseLeak,
+        Self::UnboundedQueue,
+        Self::StaleProbeBits,
+        Self::MinHaveIsMax,
+        Self::KeyUnchecked,
+        Self::AcceptedIsAnswered,
+        Self::DoneForResult,
+        Self::LandsTwice,
+        Self::WindowUnclamped,
+        Self::ErrorAtOnce,
+        Self::LaterRefusal,
+        Self::SignatureUnchecked,
+        Self::OrderOfArrival,
+        Self::FirstNotCopied,
+        Self::DeadHopUnnoticed,
+        Self::ChecksumUnchecked,
+    ];
+}
+
+/// Tell whether somebody (`self.common`, say: whatever has the field `bug`) was given a bug. Whether there is such a
+/// field is up to the feature `planted` of the crate that asks; without it this is `false`.
+#[macro_export]
+macro_rules! planted {
+    ($somebody:expr, $bug:ident) => {{
+        #[cfg(feature = "planted")]
+        let planted = $somebody.bug == Some($crate::planted::Bug::$bug);
+        #[cfg(not(feature = "planted"))]
+        let planted = false;
+        planted
+    }};
+}

@@ -1,0 +1,92 @@
+//! How good the simulator's oracles are: each planted bug ([`Bug`]) has to be found, and within how many seeds it is.
+//! And what the shrinker makes of what was found.
+//!
+//! Seed n runs one cluster, of the n-th kind in turn. `SEEDS=n` sets how many seeds a bug may take.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use sumac_hal::planted::Bug;
+use sumac_tests::sim::{Options, ScenarioKind, Violation, run, shrink};
+
+const KINDS: [ScenarioKind; 5] =
+    [ScenarioKind::Calm, ScenarioKind::Mismatch, ScenarioKind::Death, ScenarioKind::Restart, ScenarioKind::Hostile];
+
+/// Seeds that a bug may take.
+const SEEDS: u64 = 10_000;
+
+fn cluster(seed: u64) -> Options {
+    Options::draw(seed, KINDS[(seed % 5) as usize])
+}
+
+fn with(bug: Bug, seed: u64) -> Options {
+    Options { planted: bug.into(), ..cluster(seed) }
+}
+
+/// Do `work` for each number below `count`, on all cores.
+fn on_all_cores<R: Send>(count: usize, work: impl Fn(usize) -> R + Sync) -> Vec<R> {
+    let next = AtomicUsize::new(0);
+    let done: Vec<Mutex<Option<R>>> = (0..count).map(|_| Mutex::new(None)).collect();
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(|| {
+                while let Some((item, place)) =
+                    Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|item| Some((item, done.get(item)?)))
+                {
+                    *place.lock().unwrap() = Some(work(item));
+                }
+            });
+        }
+    });
+    done.into_iter().map(|result| result.into_inner().unwrap().expect("every number was taken")).collect()
+}
+
+/// Print how many seeds each bug took, and fail if one took more than it may, or a seed fails without any bug.
+#[test]
+fn each_is_found() {
+    let limit = std::env::var("SEEDS").map_or(SEEDS, |text| text.parse().unwrap_or_else(|_| panic!("SEEDS={text}")));
+    // Some are found by an assertion of the code: what it says would hide the table.
+    let hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(|_| {}));
+    let first = |bug| (0..limit).find_map(|seed| run(&with(bug, seed)).err().map(|violation| (seed, violation)));
+    let found: Vec<Option<(u64, Violation)>> = on_all_cores(Bug::ALL.len(), |nth| first(Bug::ALL[nth]));
+    std::panic::set_hook(hook);
+
+    println!("{:20}{:>6}  {:10}found by", "bug", "seeds", "in");
+    for (bug, found) in Bug::ALL.iter().zip(&found) {
+        let name = format!("{bug:?}");
+        match found {
+            Some((seed, violation)) => {
+                let kind = format!("{:?}", KINDS[(seed % 5) as usize]);
+                println!("{name:20}{:>6}  {kind:10}{}", seed + 1, violation.oracle());
+            }
+            None => println!("{name:20}     -  not found in {limit} seeds"),
+        }
+    }
+    let most = found.iter().flatten().map(|(seed, _)| *seed + 1).max().unwrap_or(0);
+    let without =
+        on_all_cores(most as usize, |seed| run(&cluster(seed as u64)).err().map(|violation| (seed, violation)));
+    let without: Vec<_> = without.into_iter().flatten().collect();
+    assert!(without.is_empty(), "without any bug: {without:?}");
+    println!("the same {most} seeds without any bug: passed");
+    assert!(found.iter().all(Option::is_some), "not all were found");
+}
+
+/// Of hundreds of faults a few are left, they are enough, and it takes each of them.
+#[test]
+fn a_failing_seed_shrinks_to_a_short_script() {
+    let bug = Bug::VersionBit;
+    let seed = (0..SEEDS).find(|&seed| run(&with(bug, seed)).is_err()).expect("it is found");
+    let shrunk = shrink(&with(bug, seed), 2000).expect("it fails");
+    println!("{shrunk}");
+    let script = shrunk.options.faults.script.clone().expect("it is scripted");
+    assert!(shrunk.recorded > 50 && script.len() < 5, "{} of {} faults", script.len(), shrunk.recorded);
+    assert_eq!(run(&shrunk.options).err().as_ref(), Some(&shrunk.violation));
+    for without in 0..script.len() {
+        let mut fewer = shrunk.options.clone();
+        fewer.faults.script.as_mut().expect("it is scripted").remove(without);
+        let found = run(&fewer).err().map(|violation| std::mem::discriminant(&violation));
+        assert_ne!(found, Some(std::mem::discriminant(&shrunk.violation)), "fault {without} is not needed");
+    }
+    let mended = Options { planted: Default::default(), ..shrunk.options };
+    run(&mended).unwrap_or_else(|violation| panic!("without the bug: {violation}"));
+}

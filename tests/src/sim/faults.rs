@@ -1,0 +1,136 @@
+//! What the links do wrong: chances, spells of single links, or a script that repeats another run's faults.
+//!
+//! Swarm testing (Groce et al. 2012): each seed draws which kinds of fault there are at all, so that rare mixes appear
+//! and no kind hides what another would show.
+
+use super::options::Draw;
+use super::wiring::{Wiring, node_addr, rank_addr};
+use std::time::Duration;
+use sumac_hal::emu::{Fabric, NthPacket, Partition, RandomFaults, Script, SlowLink};
+use sumac_hal::port::Addr;
+use sumac_hal::time::Instant;
+
+/// Faults of the links; shares are parts per thousand of the packets.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Faults {
+    /// Lost.
+    pub loss: u16,
+    /// Delivered twice.
+    pub duplicate: u16,
+    /// Delayed by up to `delay_max`, so that later ones overtake.
+    pub reorder: u16,
+    /// Damaged.
+    pub corrupt: u16,
+    /// The most extra delay.
+    pub delay_max: Duration,
+    /// Links that are cut or slow for a while.
+    pub spells: Vec<Spell>,
+    /// Exactly these faults in place of all others: what is left of a run that was recorded. How long spells take
+    /// still says by when ranks have to be told of a loss.
+    pub script: Option<Vec<NthPacket>>,
+}
+
+/// A while in which one link is cut or slow, one way.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Spell {
+    /// A rank; the link is on its way to the root.
+    pub rank: usize,
+    /// Of this tree.
+    pub tree: usize,
+    /// So many nodes up, modulo the length of that way.
+    pub hop: usize,
+    /// Packets to the parent suffer, else those to the child.
+    pub up: bool,
+    /// When it begins.
+    pub start: Duration,
+    /// How long it takes.
+    pub len: Duration,
+    /// By how much packets are delayed; `None`: they are lost.
+    pub delay: Option<Duration>,
+}
+
+impl Faults {
+    /// Draw chances: each kind of fault is off in six cases of ten.
+    pub(super) fn draw(draw: &mut Draw) -> Self {
+        let mut permille = |most: u64| if draw.chance(400) { draw.below(most + 1) as u16 } else { 0 };
+        Self {
+            loss: permille(300),
+            duplicate: permille(300),
+            reorder: permille(300),
+            corrupt: permille(100),
+            delay_max: Duration::from_micros(u64::from(permille(1000)) * 10),
+            ..Self::default()
+        }
+    }
+
+    /// Draw spells: cuts in one case of five, slow links likewise, up to three of each.
+    pub(super) fn draw_spells(draw: &mut Draw, ranks: usize, trees: usize) -> Vec<Spell> {
+        let cuts = if draw.chance(200) { 1 + draw.below(3) } else { 0 };
+        let slow = if draw.chance(200) { 1 + draw.below(3) } else { 0 };
+        let spell = |n: u64| {
+            let (start, len) = (moment(draw), moment(draw));
+            let delay = Duration::from_micros(draw.one_of(&[1, 30, 1_000, 30_000]));
+            Spell {
+                rank: draw.below(ranks as u64) as usize,
+                tree: draw.below(trees as u64) as usize,
+                hop: draw.below(4) as usize,
+                up: draw.chance(500),
+                start,
+                len,
+                delay: (n >= cuts).then_some(delay),
+            }
+        };
+        (0..cuts + slow).map(spell).collect()
+    }
+
+    /// Return for how long links are cut or slow in all: what may come on top of every limit for telling somebody.
+    pub(super) fn spells_len(&self) -> Duration {
+        self.spells.iter().map(|spell| spell.len + spell.delay.unwrap_or_default()).sum()
+    }
+
+    /// Make the links do all this.
+    pub(super) fn apply(&self, fabric: &mut Fabric, wirings: &[Wiring], shards: u16, groups: usize) {
+        if let Some(script) = &self.script {
+            fabric.add_rule(Script::new(script));
+            return;
+        }
+        // Chance first: it draws for every packet, whatever spells there are.
+        fabric.add_rule(RandomFaults {
+            loss_per_mille: self.loss,
+            duplicate_per_mille: self.duplicate,
+            reorder_per_mille: self.reorder,
+            corrupt_per_mille: self.corrupt,
+            delay_max: self.delay_max,
+        });
+        for spell in &self.spells {
+            let (from, to) = spell.ends(&wirings[spell.tree], shards, groups);
+            let during = Instant::ZERO + spell.start..Instant::ZERO + spell.start + spell.len;
+            match spell.delay {
+                Some(delay) => fabric.add_rule(SlowLink { from, to, during, delay }),
+                None => fabric.add_rule(Partition { from, to, during }),
+            };
+        }
+    }
+}
+
+impl Spell {
+    /// Return the addresses that send and those that receive.
+    fn ends(&self, wiring: &Wiring, shards: u16, groups: usize) -> (Vec<Addr>, Vec<Addr>) {
+        let devices: Vec<usize> = wiring.path(self.rank).collect();
+        let hop = self.hop % devices.len();
+        let device = |device: usize| (0..shards).map(|shard| node_addr(device, shard)).collect();
+        let below = match hop.checked_sub(1) {
+            Some(below) => device(devices[below]),
+            None => (0..groups).map(|group| rank_addr(self.rank, group)).collect(),
+        };
+        let above = device(devices[hop]);
+        if self.up { (below, above) } else { (above, below) }
+    }
+}
+
+/// Draw a moment, or how long something takes. Most runs take less than a hundred round trips; a moment among those is
+/// likely to hit something. It is at most 0.54 s: spells together stay well below `T_dead`.
+pub(super) fn moment(draw: &mut Draw) -> Duration {
+    let scale = draw.one_of(&[14, 17, 20, 23, 29]);
+    Duration::from_nanos(draw.below(1 << scale))
+}

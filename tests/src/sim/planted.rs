@@ -1,0 +1,60 @@
+//! The bug that everybody in a run has, if any: with the feature `planted` only (`sumac_hal::planted`).
+
+use sumac::endpoint::Endpoint;
+use sumac_device::Node;
+use sumac_hal::ids::Epoch;
+use sumac_hal::planted;
+#[cfg(feature = "planted")]
+use sumac_hal::planted::Bug;
+
+/// A bug, or none.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Planted {
+    #[cfg(feature = "planted")]
+    pub(super) bug: Option<Bug>,
+}
+
+#[cfg(feature = "planted")]
+impl From<Bug> for Planted {
+    fn from(bug: Bug) -> Self {
+        Self { bug: Some(bug) }
+    }
+}
+
+impl Planted {
+    pub(super) fn node(self, node: Node<'_>) -> Node<'_> {
+        #[cfg(feature = "planted")]
+        let node = self.bug.into_iter().fold(node, |mut node, bug| {
+            node.plant(bug);
+            node
+        });
+        node
+    }
+
+    pub(super) fn endpoint(self, endpoint: Endpoint) -> Endpoint {
+        #[cfg(feature = "planted")]
+        let endpoint = self.bug.into_iter().fold(endpoint, |mut endpoint, bug| {
+            endpoint.plant(bug);
+            endpoint
+        });
+        endpoint
+    }
+
+    /// Return the epoch in which the groups begin again.
+    pub(super) fn next_epoch(self, epoch: Epoch) -> Epoch {
+        if planted!(self, SameEpoch) { epoch } else { Epoch { counter: epoch.counter + 1, ..epoch } }
+    }
+
+    /// Return the epoch that keys are made of.
+    pub(super) fn key_epoch(self, epoch: Epoch) -> Epoch {
+        if planted!(self, EpochForgotten) { Epoch::default() } else { epoch }
+    }
+
+    /// Return its name as code, if there is one.
+    pub(super) fn code(self) -> Option<String> {
+        #[cfg(feature = "planted")]
+        return self.bug.map(|bug| format!("Bug::{bug:?}.into()"));
+        #[cfg(not(feature = "planted"))]
+        None
+    }
+}
