@@ -146,7 +146,8 @@ fn a_device_without_a_bus_is_named_by_the_rank_that_insists_on_one() {
     let run = |attach: &str| -> Vec<Output> {
         let case =
             json!({ "collective": "AllReduce", "dtype": "F32", "op": "Sum", "root": 0, "count": 8, "algo": "Tree" });
-        let work = json!({ "Perf": { "cases": [case], "warmup": 0, "iterations": 1, "memory": "Registered" } });
+        let perf = json!({ "cases": [case], "warmup": 0, "iterations": 1, "memory": "Registered", "check": "Every" });
+        let work = json!({ "Perf": perf });
         let start = |rank: u32| {
             let job = json!({
                 "controller": addr, "job": format!("one-{attach}"), "rank": rank, "world": 2,
