@@ -46,8 +46,10 @@ pub(super) struct Child {
     pub(super) name: String,
     /// The process.
     pub(super) process: std::process::Child,
-    /// Whether its end is in order.
+    /// Whether its end is in order, with status 0.
     pub(super) may_end: bool,
+    /// Whether its end is in order, whatever its status.
+    pub(super) may_fail: bool,
     /// Whether it has ended and been waited for.
     pub(super) ended: bool,
     stderr: Arc<Mutex<VecDeque<String>>>,
@@ -70,7 +72,8 @@ impl Child {
         let mut process = command.spawn()?;
         let pipes = (process.stdin.take(), process.stdout.take(), process.stderr.take());
         let stderr = Arc::default();
-        let mut child = Self { name: name.into(), process, may_end: false, ended: false, stderr, stderr_reader: None };
+        let (may_end, may_fail, ended) = (false, false, false);
+        let mut child = Self { name: name.into(), process, may_end, may_fail, ended, stderr, stderr_reader: None };
         let (Some(to), Some(from), Some(errors)) = pipes else { return Ok(child) };
         if let Err(error) = child.listen(id, (to, stdin), from, errors, events, bar) {
             let _ = child.process.kill();
