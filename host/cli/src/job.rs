@@ -1,6 +1,6 @@
 //! What a supervisor says to the ranks that it starts, and what they answer: JSON, one object a line.
 //!
-//! A rank reads one [`RankJob`] from stdin and prints [`Report`]s on stdout: [`Report::Joined`], then one
+//! A rank reads one [`RankJob`] from stdin, a line, and prints [`Report`]s on stdout: [`Report::Joined`], then one
 //! [`Report::Measured`], [`Report::NotPossible`] or [`Report::Explained`] a case, or one [`Report::Combined`]; before
 //! [`Report::Measured`] comes [`Report::Begins`], if that was asked for. A rank that fails prints nothing more, says why on
 //! stderr and exits with status 1.
@@ -56,7 +56,8 @@ pub(crate) enum Work {
         memory: MemoryKind,
         /// Which of them are checked.
         check: Check,
-        /// The measured iteration of each case whose beginning is reported; `None`: of none.
+        /// The measured iteration of each case whose beginning is reported, and after which a line on stdin is waited
+        /// for; `None`: none.
         announced: Option<u32>,
     },
     /// Say what would be chosen, and why.

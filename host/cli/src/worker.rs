@@ -71,7 +71,7 @@ struct Bench<'a> {
     warmup: u32,
     iterations: u32,
     check: Check,
-    /// The measured iteration whose beginning is reported.
+    /// The measured iteration whose beginning is reported, and whose end waits for the supervisor.
     announced: Option<u32>,
     memory: MemoryKind,
     /// Counts on over all cases, so that no case's values are an earlier one's.
@@ -172,9 +172,8 @@ impl Bench<'_> {
         mut sum: Option<&mut Measured>,
     ) -> Result<(), sumac::Error> {
         self.barrier(sum.as_deref_mut())?;
-        if let Some(sum) = &sum
-            && self.announced == Some(sum.iteration())
-        {
+        let is_announced = sum.as_ref().is_some_and(|sum| self.announced == Some(sum.iteration()));
+        if let Some(sum) = sum.as_deref().filter(|_| is_announced) {
             let (at_ns, usual_ns) = (now_ns(), stats::median_ns(&sum.times_ns) as u64);
             // Where nobody listens any more, the supervisor has ended, and this process ends, too.
             let _ = report(&Report::Begins { at_ns, usual_ns });
@@ -185,13 +184,18 @@ impl Bench<'_> {
         let time = start.elapsed();
         let cpu = cpu_time().saturating_sub(cpu_before);
         let outcome = outcome?;
-        if let Some(sum) = sum {
+        if let Some(sum) = sum.as_deref_mut() {
             if outcome.repaired {
                 sum.repair = Some(Repair { iteration: sum.iteration(), in_barrier: false, time_ns: nanos(time) });
             }
             sum.times_ns.push(nanos(time));
             sum.cpu_ns += nanos(cpu);
             add(sum, outcome);
+        }
+        if is_announced {
+            // Whatever comes, the supervisor does nothing more to this row; and what it did is noticed here at the latest.
+            let _ = io::stdin().read_line(&mut String::new());
+            self.barrier(sum)?;
         }
         Ok(())
     }

@@ -113,17 +113,36 @@ impl Supervisor {
         Ok(Self { children: Vec::new(), events, sender, bar, verbose })
     }
 
-    /// Start this binary again with `args`, `stdin` to be read.
+    /// Start this binary again with `args`, `stdin` to be read to its end.
     ///
     /// # Errors
     /// [`ClusterError::System`] if it can't be started.
     pub(crate) fn spawn(&mut self, name: &str, args: &[String], stdin: Vec<u8>) -> Result<ChildId, ClusterError> {
+        let id = self.spawn_to_talk_to(name, args)?;
+        self.say(id, stdin);
+        self.children[id.0].stdin = None;
+        Ok(id)
+    }
+
+    /// Start this binary again with `args`, and a stdin that stays open for [`Supervisor::say`].
+    ///
+    /// # Errors
+    /// [`ClusterError::System`] if it can't be started.
+    pub(crate) fn spawn_to_talk_to(&mut self, name: &str, args: &[String]) -> Result<ChildId, ClusterError> {
         let id = ChildId(self.children.len());
         let args: Vec<String> = args.iter().cloned().chain((0..self.verbose).map(|_| "-v".to_owned())).collect();
-        let child = Child::spawn(id, name, &args, stdin, &self.sender, &self.bar)
+        let child = Child::spawn(id, name, &args, &self.sender, &self.bar)
             .map_err(|source| ClusterError::System { what: format!("start {name}"), source })?;
         self.children.push(child);
         Ok(id)
+    }
+
+    /// Write to the stdin of a child. One that has ended misses it.
+    pub(crate) fn say(&self, id: ChildId, bytes: Vec<u8>) {
+        let told = self.children[id.0].stdin.as_ref().map(|stdin| stdin.send(bytes));
+        if let Some(Err(error)) = told {
+            tracing::debug!(name = self.name(id), %error, "not told: it no longer listens");
+        }
     }
 
     /// Wait for the next line that any child prints on stdout.

@@ -177,8 +177,11 @@ fn start_ranks(
 
 /// Start a rank on its job.
 pub(crate) fn spawn_rank(supervisor: &mut Supervisor, job: &RankJob) -> Result<ChildId, Failure> {
-    let line = serde_json::to_vec(job).map_err(Failure::run)?;
-    Ok(supervisor.spawn(&format!("rank {}", job.rank), &["rank".to_owned()], line)?)
+    let mut line = serde_json::to_vec(job).map_err(Failure::run)?;
+    line.push(b'\n');
+    let rank = supervisor.spawn_to_talk_to(&format!("rank {}", job.rank), &["rank".to_owned()])?;
+    supervisor.say(rank, line);
+    Ok(rank)
 }
 
 /// The reports of several ranks, which come in any order, a rank's own in order.

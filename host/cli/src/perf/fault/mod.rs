@@ -1,8 +1,9 @@
 //! `sumac perf --fault`: something is done to the live cluster in the middle of an operation of each row.
 //!
 //! The ranks of a row are processes and a job of their own, on controller and devices that outlive it. They report that
-//! the iteration in the middle of the row begins, and what those before took; the moment is drawn within that time. What
-//! was killed is started again before the next row.
+//! the iteration in the middle of the row begins, and what those before took; the moment is drawn within that time. Ranks
+//! whose operation was faster wait before the next one until it is done. What was killed is started again before the
+//! next row.
 //!
 //! Through the tree go all operations that may, as long as there is one: the controller is told so, as is every rank that
 //! was asked for the tree, which could not go on without it otherwise. Rows by a schedule need no device: what is done to
@@ -178,6 +179,7 @@ impl Patient<'_> {
             // Choosing the moment is all that this is for.
             thread::sleep(Duration::from_nanos(moment.at_ns.saturating_sub(now_ns())));
             let what = self.hurt(&ranks, &mut reports)?;
+            ranks.iter().for_each(|&rank| self.supervisor.say(rank, b"done\n".into()));
             let when = moment.within(case, announced, self.args.iterations);
             if self.fault == Fault::KillRank {
                 output.tell(&format!("{what} {when}"));
