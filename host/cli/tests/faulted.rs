@@ -72,6 +72,12 @@ fn a_killed_device_is_got_over_in_every_row_of_the_tree() {
     assert!(rows.iter().all(|row| row["path"] != "tree"), "{rows:?}");
 }
 
+/// It ends sooner than the fault can come: its ranks wait for that.
+#[test]
+fn the_only_operation_of_a_row_may_be_small() {
+    repaired("-b 8 -e 8 -n 1 -w 0 --algo tree --fault kill-device", "device leaf0 killed in iteration 1 of 1");
+}
+
 #[test]
 fn a_killed_device_is_got_over_in_packets_and_with_one_level() {
     repaired("-b 1M -e 1M -n 4 -w 1 --algo tree --attach udp --levels 1 --fault kill-device", "device leaf0 killed in");
