@@ -160,6 +160,7 @@ EXAMPLES
   sumac perf --explain --algo auto --order fold -b 8 -e 16M
   sumac perf --topology fabric.ibnetdiscover --ranks 16
   sumac perf --attach udp --algo tree
+  sumac perf --fault kill-device -b 1M -e 16M --algo tree
 
 JSON
   One object a row: collective dtype op ranks size_bytes count algo path attach time_us p99_us algbw_gbytes_s
@@ -168,8 +169,13 @@ JSON
   barrier. attach is how ranks reach the tree, shm, udp or mixed; host on other paths. With --explain: operation
   requested overridden chosen attach candidates[{path cost_us ruled_out}]; attach is null where there is no tree.
 
+FAULTS
+  kill-device, restart-device and cut-link take rank 0's leaf device, or the link to it, out of rows of the tree: the
+  ranks complete the operation among themselves, and repaired is true. Lost packets are noticed after 5 s. A killed
+  controller is missed by no operation. A killed rank ends the run: the others say who it was.
+
 EXIT STATUS
-  0 all elements right, 1 wrong elements or a failed run, 2 bad usage or topology, 130 interrupted";
+  0 all elements right, 1 wrong elements, a failed run or a killed rank, 2 bad usage or topology, 130 interrupted";
 
 const ALL_REDUCE_HELP: &str = "\
 EXAMPLES

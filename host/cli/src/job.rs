@@ -1,8 +1,9 @@
 //! What a supervisor says to the ranks that it starts, and what they answer: JSON, one object a line.
 //!
-//! A rank reads one [`RankJob`] from stdin and prints [`Report`]s on stdout: [`Report::Joined`], then one
-//! [`Report::Measured`], [`Report::NotPossible`] or [`Report::Explained`] a case, or one [`Report::Combined`]. A rank that
-//! fails prints nothing more, says why on stderr and exits with status 1.
+//! A rank reads one [`RankJob`] from stdin, a line, and prints [`Report`]s on stdout: [`Report::Joined`], then one
+//! [`Report::Measured`], [`Report::NotPossible`] or [`Report::Explained`] a case, or one [`Report::Combined`]; before
+//! [`Report::Measured`] comes [`Report::Begins`], if that was asked for. A rank that fails prints nothing more, says why on
+//! stderr and exits with status 1.
 
 use crate::collective::Piece;
 use crate::options::Algo;
@@ -55,6 +56,9 @@ pub(crate) enum Work {
         memory: MemoryKind,
         /// Which of them are checked.
         check: Check,
+        /// The measured iteration of each case whose beginning is reported, and after which a line on stdin is waited
+        /// for; `None`: none.
+        announced: Option<u32>,
     },
     /// Say what would be chosen, and why.
     Explain {
@@ -130,6 +134,13 @@ pub(crate) enum Report {
     },
     /// What would be chosen for the next case.
     Explained(Explained),
+    /// All ranks are ready for the announced iteration of the next case, which begins now.
+    Begins {
+        /// The time, on the clock that all processes of a machine share.
+        at_ns: u64,
+        /// What the iterations measured before took, the median; 0 if there were none.
+        usual_ns: u64,
+    },
     /// The next case is measured.
     Measured(Measured),
     /// The next case can't be run: the way asked for is ruled out, at all ranks alike.
@@ -167,6 +178,17 @@ pub(crate) struct Measured {
     pub(crate) cpu_ns: u64,
     /// Contributions sent again.
     pub(crate) retransmits: u64,
-    /// Whether any operation was repaired.
-    pub(crate) repaired: bool,
+    /// The call that was repaired, the last one if there were several.
+    pub(crate) repair: Option<Repair>,
+}
+
+/// A call that was repaired: a measured operation, or a barrier next to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Repair {
+    /// The number of the measured iteration.
+    pub(crate) iteration: u32,
+    /// Whether it was a barrier.
+    pub(crate) in_barrier: bool,
+    /// How long the call took.
+    pub(crate) time_ns: u64,
 }

@@ -39,7 +39,13 @@ pub(crate) struct ControllerArgs {
     /// limited, `collective`, `min_bytes`, `max_bytes`; the first that fits counts
     #[arg(long, value_name = "FILE")]
     overrides: Option<PathBuf>,
+    /// Take the tree where there is one, whatever it costs
+    #[arg(long, hide = true, conflicts_with = "overrides")]
+    prefer_tree: bool,
 }
+
+/// What [`ControllerArgs::prefer_tree`] means.
+const TREE_OVERRIDE: &str = "[[override]]\npath = \"tree\"\n";
 
 /// `sumac device`.
 #[derive(Debug, Args)]
@@ -97,6 +103,8 @@ pub(crate) fn run_controller(args: &ControllerArgs) -> Result<(), Failure> {
     config.fabric = args.topology.as_deref().map(read_fabric).transpose().map_err(Failure::Input)?;
     if let Some(path) = &args.overrides {
         config.table = read_overrides(config.table, path).map_err(Failure::Input)?;
+    } else if args.prefer_tree {
+        config.table = config.table.with_overrides(TREE_OVERRIDE).map_err(Failure::input)?;
     }
     let controller = Controller::start(config).map_err(Failure::input)?;
     announce(&format!("{LISTENING}{}", controller.local_addr()))?;

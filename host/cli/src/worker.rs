@@ -6,8 +6,9 @@
 
 use crate::collective;
 use crate::exit::Failure;
-use crate::job::{Case, Measured, RankJob, Report, Work};
+use crate::job::{Case, Measured, RankJob, Repair, Report, Work};
 use crate::perf::Explained;
+use crate::stats;
 use crate::workload::{Check, MemoryKind, Workload};
 use anyhow::{Context, anyhow};
 use rustix::time::{ClockId, clock_gettime};
@@ -32,9 +33,10 @@ pub(crate) fn run() -> Result<(), Failure> {
     let communicator = Communicator::join(config).map_err(Failure::run)?;
     report(&Report::Joined { attached: attached(&job, &communicator)? })?;
     match &job.work {
-        &Work::Perf { ref cases, warmup, iterations, memory, check } => {
+        &Work::Perf { ref cases, warmup, iterations, memory, check, announced } => {
+            let (iteration, workload) = (0, None);
             let communicator = &communicator;
-            let mut bench = Bench { communicator, warmup, iterations, check, memory, iteration: 0, workload: None };
+            let mut bench = Bench { communicator, warmup, iterations, check, announced, memory, iteration, workload };
             for case in cases {
                 report(&bench.measure(case)?)?;
             }
@@ -69,6 +71,8 @@ struct Bench<'a> {
     warmup: u32,
     iterations: u32,
     check: Check,
+    /// The measured iteration whose beginning is reported, and whose end waits for the supervisor.
+    announced: Option<u32>,
     memory: MemoryKind,
     /// Counts on over all cases, so that no case's values are an earlier one's.
     iteration: u64,
@@ -94,7 +98,7 @@ impl Bench<'_> {
             wire_bytes: 0,
             cpu_ns: 0,
             retransmits: 0,
-            repaired: false,
+            repair: None,
         };
         let outcome = match self.check {
             Check::Every => self.each_checked(&mut workload, &options, &mut sum),
@@ -150,13 +154,13 @@ impl Bench<'_> {
         &mut self,
         workload: &mut Workload,
         options: &CallOptions,
-        sum: Option<&mut Measured>,
+        mut sum: Option<&mut Measured>,
     ) -> Result<u64, sumac::Error> {
         self.iteration += 1;
         workload.fill(self.iteration);
-        self.timed(workload, options, sum)?;
+        self.timed(workload, options, sum.as_deref_mut())?;
         // Nobody's check takes a core from a rank that is still being timed.
-        self.communicator.barrier()?;
+        self.barrier(sum)?;
         Ok(workload.wrong(self.iteration))
     }
 
@@ -165,22 +169,60 @@ impl Bench<'_> {
         &self,
         workload: &mut Workload,
         options: &CallOptions,
-        sum: Option<&mut Measured>,
+        mut sum: Option<&mut Measured>,
     ) -> Result<(), sumac::Error> {
-        self.communicator.barrier()?;
+        self.barrier(sum.as_deref_mut())?;
+        let is_announced = sum.as_ref().is_some_and(|sum| self.announced == Some(sum.iteration()));
+        if let Some(sum) = sum.as_deref().filter(|_| is_announced) {
+            let (at_ns, usual_ns) = (now_ns(), stats::median_ns(&sum.times_ns) as u64);
+            // Where nobody listens any more, the supervisor has ended, and this process ends, too.
+            let _ = report(&Report::Begins { at_ns, usual_ns });
+        }
         let cpu_before = cpu_time();
         let start = Instant::now();
         let outcome = workload.run(self.communicator, options);
         let time = start.elapsed();
         let cpu = cpu_time().saturating_sub(cpu_before);
         let outcome = outcome?;
-        if let Some(sum) = sum {
-            sum.times_ns.push(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
-            sum.cpu_ns += u64::try_from(cpu.as_nanos()).unwrap_or(u64::MAX);
+        if let Some(sum) = sum.as_deref_mut() {
+            if outcome.repaired {
+                sum.repair = Some(Repair { iteration: sum.iteration(), in_barrier: false, time_ns: nanos(time) });
+            }
+            sum.times_ns.push(nanos(time));
+            sum.cpu_ns += nanos(cpu);
             add(sum, outcome);
+        }
+        if is_announced {
+            // Whatever comes, the supervisor does nothing more to this row; and what it did is noticed here at the latest.
+            let _ = io::stdin().read_line(&mut String::new());
+            self.barrier(sum)?;
         }
         Ok(())
     }
+
+    /// Wait for all ranks. No figure of a row counts this, but that something was repaired here.
+    fn barrier(&self, sum: Option<&mut Measured>) -> Result<(), sumac::Error> {
+        let start = Instant::now();
+        let outcome = self.communicator.barrier()?;
+        if let Some(sum) = sum
+            && outcome.repaired
+        {
+            let (iteration, time_ns) = (sum.iteration(), nanos(start.elapsed()));
+            sum.repair = Some(Repair { iteration, in_barrier: true, time_ns });
+        }
+        Ok(())
+    }
+}
+
+impl Measured {
+    /// Return the number of the iteration that is measured next, or now.
+    fn iteration(&self) -> u32 {
+        u32::try_from(self.times_ns.len()).unwrap_or(u32::MAX)
+    }
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 fn add(sum: &mut Measured, outcome: Outcome) {
@@ -188,7 +230,6 @@ fn add(sum: &mut Measured, outcome: Outcome) {
     sum.fallback = sum.fallback.take().or(outcome.fallback);
     sum.wire_bytes += outcome.wire_bytes;
     sum.retransmits += outcome.retransmits;
-    sum.repaired |= outcome.repaired;
 }
 
 fn failed(case: &Case, error: &sumac::Error) -> Failure {
@@ -199,6 +240,12 @@ fn failed(case: &Case, error: &sumac::Error) -> Failure {
 fn cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0))
+}
+
+/// Return the clock that all processes of this machine share.
+pub(crate) fn now_ns() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    nanos(Duration::new(now.tv_sec.unsigned_abs(), u32::try_from(now.tv_nsec).unwrap_or(0)))
 }
 
 fn report(report: &Report) -> Result<(), Failure> {

@@ -16,7 +16,9 @@ mod start;
 
 pub(crate) use bind::Parts;
 pub(crate) use process::{die_with_supervisor, supervised};
-pub(crate) use start::{ClusterConfig, LISTENING, READY, start};
+pub(crate) use start::{
+    ClusterConfig, LISTENING, Preference, READY, START_LIMIT, Started, start, start_controller, start_device,
+};
 
 use crate::exit::Failure;
 use events::Event;
@@ -111,22 +113,42 @@ impl Supervisor {
         Ok(Self { children: Vec::new(), events, sender, bar, verbose })
     }
 
-    /// Start this binary again with `args`, `stdin` to be read.
+    /// Start this binary again with `args`, `stdin` to be read to its end.
     ///
     /// # Errors
     /// [`ClusterError::System`] if it can't be started.
     pub(crate) fn spawn(&mut self, name: &str, args: &[String], stdin: Vec<u8>) -> Result<ChildId, ClusterError> {
+        let id = self.spawn_to_talk_to(name, args)?;
+        self.say(id, stdin);
+        self.children[id.0].stdin = None;
+        Ok(id)
+    }
+
+    /// Start this binary again with `args`, and a stdin that stays open for [`Supervisor::say`].
+    ///
+    /// # Errors
+    /// [`ClusterError::System`] if it can't be started.
+    pub(crate) fn spawn_to_talk_to(&mut self, name: &str, args: &[String]) -> Result<ChildId, ClusterError> {
         let id = ChildId(self.children.len());
         let args: Vec<String> = args.iter().cloned().chain((0..self.verbose).map(|_| "-v".to_owned())).collect();
-        let child = Child::spawn(id, name, &args, stdin, &self.sender, &self.bar)
+        let child = Child::spawn(id, name, &args, &self.sender, &self.bar)
             .map_err(|source| ClusterError::System { what: format!("start {name}"), source })?;
         self.children.push(child);
         Ok(id)
     }
 
+    /// Write to the stdin of a child. One that has ended misses it.
+    pub(crate) fn say(&self, id: ChildId, bytes: Vec<u8>) {
+        let told = self.children[id.0].stdin.as_ref().map(|stdin| stdin.send(bytes));
+        if let Some(Err(error)) = told {
+            tracing::debug!(name = self.name(id), %error, "not told: it no longer listens");
+        }
+    }
+
     /// Wait for the next line that any child prints on stdout.
     ///
-    /// A child that ends with status 0 after [`Supervisor::may_end`] is not an event.
+    /// A child that ends with status 0 after [`Supervisor::may_end`], or anyhow after [`Supervisor::may_fail`], is not an
+    /// event.
     ///
     /// # Errors
     /// A signal, the early end of a child, or the passing of `deadline`, which is laid to `awaited` and `what`.
@@ -137,15 +159,27 @@ impl Supervisor {
         what: &'static str,
     ) -> Result<(ChildId, String), ClusterError> {
         loop {
-            match self.events.recv_timeout(limit.left()) {
-                Ok(Event::Line(id, line)) => return Ok((id, line)),
-                Ok(Event::Closed(id)) => self.closed(id)?,
-                Ok(Event::Signal(signal)) => return Err(ClusterError::Signal(signal)),
-                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                    let child = &mut self.children[awaited.0];
-                    let stderr = child.stderr_so_far();
-                    return Err(ClusterError::Silent { name: child.name.clone(), what, limit: limit.length, stderr });
-                }
+            if let Some(line) = self.next_event(limit, awaited, what)? {
+                return Ok(line);
+            }
+        }
+    }
+
+    /// Wait for the next event: a line, or the end of a child, which is in order.
+    fn next_event(
+        &mut self,
+        limit: Limit,
+        awaited: ChildId,
+        what: &'static str,
+    ) -> Result<Option<(ChildId, String)>, ClusterError> {
+        match self.events.recv_timeout(limit.left()) {
+            Ok(Event::Line(id, line)) => Ok(Some((id, line))),
+            Ok(Event::Closed(id)) => self.closed(id).map(|()| None),
+            Ok(Event::Signal(signal)) => Err(ClusterError::Signal(signal)),
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+                let child = &mut self.children[awaited.0];
+                let (name, stderr) = (child.name.clone(), child.stderr_so_far());
+                Err(ClusterError::Silent { name, what, limit: limit.length, stderr })
             }
         }
     }
@@ -181,21 +215,48 @@ impl Supervisor {
     pub(crate) fn wait_ended(&mut self, ids: &[ChildId], limit: Limit) -> Result<(), ClusterError> {
         ids.iter().for_each(|&id| self.may_end(id));
         while let Some(&awaited) = ids.iter().find(|id| !self.children[id.0].ended) {
-            match self.events.recv_timeout(limit.left()) {
-                Ok(Event::Closed(id)) => self.closed(id)?,
-                Ok(Event::Line(id, line)) => {
-                    let name = self.name(id).to_owned();
-                    return Err(ClusterError::Unexpected { name, line, expected: "no further line" });
-                }
-                Ok(Event::Signal(signal)) => return Err(ClusterError::Signal(signal)),
-                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                    let child = &mut self.children[awaited.0];
-                    let (name, stderr) = (child.name.clone(), child.stderr_so_far());
-                    return Err(ClusterError::Silent { name, what: "end", limit: limit.length, stderr });
-                }
+            if let Some((id, line)) = self.next_event(limit, awaited, "end")? {
+                let name = self.name(id).to_owned();
+                return Err(ClusterError::Unexpected { name, line, expected: "no further line" });
             }
         }
         Ok(())
+    }
+
+    /// Kill a child, as nothing in it can notice. From now on its end is in order, whatever its status.
+    ///
+    /// # Errors
+    /// [`ClusterError::System`] if it can't be killed.
+    pub(crate) fn kill(&mut self, id: ChildId) -> Result<(), ClusterError> {
+        let child = &mut self.children[id.0];
+        child.may_fail = true;
+        let what = || format!("kill {}", child.name);
+        child.process.kill().map_err(|source| ClusterError::System { what: what(), source })
+    }
+
+    /// Say that a child may fail: its end is in order, whatever its status.
+    pub(crate) fn may_fail(&mut self, id: ChildId) {
+        self.children[id.0].may_fail = true;
+    }
+
+    /// Return a child's process.
+    pub(crate) fn pid(&self, id: ChildId) -> u32 {
+        self.children[id.0].process.id()
+    }
+
+    /// Wait until a child that may fail has ended, whatever it and others print meanwhile. Returns its status and the
+    /// last lines that it wrote to stderr.
+    ///
+    /// # Errors
+    /// As [`Supervisor::next_line`].
+    pub(crate) fn ending(&mut self, id: ChildId, limit: Limit) -> Result<(ExitStatus, Vec<String>), ClusterError> {
+        while !self.children[id.0].ended {
+            self.next_event(limit, id, "end")?;
+        }
+        let child = &mut self.children[id.0];
+        let what = || format!("wait for {}", child.name);
+        let status = child.process.wait().map_err(|source| ClusterError::System { what: what(), source })?;
+        Ok((status, child.stderr_to_its_end()))
     }
 
     /// Return a child's name.
@@ -209,7 +270,7 @@ impl Supervisor {
         let what = || format!("wait for {}", child.name);
         let status = child.process.wait().map_err(|source| ClusterError::System { what: what(), source })?;
         child.ended = true;
-        if child.may_end && status.success() {
+        if child.may_fail || child.may_end && status.success() {
             return Ok(());
         }
         Err(ClusterError::Died { name: child.name.clone(), status, stderr: child.stderr_to_its_end() })
@@ -241,6 +302,11 @@ impl Limit {
     /// Start to count.
     pub(crate) fn new(length: Duration) -> Self {
         Self { end: Instant::now() + length, length }
+    }
+
+    /// Tell whether it has passed.
+    pub(crate) fn is_over(&self) -> bool {
+        self.left().is_zero()
     }
 
     fn left(&self) -> Duration {

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
-use std::sync::mpsc::Sender;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
@@ -46,10 +46,14 @@ pub(super) struct Child {
     pub(super) name: String,
     /// The process.
     pub(super) process: std::process::Child,
-    /// Whether its end is in order.
+    /// Whether its end is in order, with status 0.
     pub(super) may_end: bool,
+    /// Whether its end is in order, whatever its status.
+    pub(super) may_fail: bool,
     /// Whether it has ended and been waited for.
     pub(super) ended: bool,
+    /// What is written to its stdin, which stays open as long as this does.
+    pub(super) stdin: Option<Sender<Vec<u8>>>,
     stderr: Arc<Mutex<VecDeque<String>>>,
     stderr_reader: Option<JoinHandle<()>>,
 }
@@ -60,7 +64,6 @@ impl Child {
         id: ChildId,
         name: &str,
         args: &[String],
-        stdin: Vec<u8>,
         events: &Sender<Event>,
         bar: &ProgressBar,
     ) -> io::Result<Self> {
@@ -70,9 +73,12 @@ impl Child {
         let mut process = command.spawn()?;
         let pipes = (process.stdin.take(), process.stdout.take(), process.stderr.take());
         let stderr = Arc::default();
-        let mut child = Self { name: name.into(), process, may_end: false, ended: false, stderr, stderr_reader: None };
+        let (may_end, may_fail, ended) = (false, false, false);
+        let (stdin, told) = channel();
+        let (name, stdin, stderr_reader) = (name.into(), Some(stdin), None);
+        let mut child = Self { name, process, may_end, may_fail, ended, stdin, stderr, stderr_reader };
         let (Some(to), Some(from), Some(errors)) = pipes else { return Ok(child) };
-        if let Err(error) = child.listen(id, (to, stdin), from, errors, events, bar) {
+        if let Err(error) = child.listen(id, (to, told), from, errors, events, bar) {
             let _ = child.process.kill();
             let _ = child.process.wait();
             return Err(error);
@@ -83,7 +89,7 @@ impl Child {
     fn listen(
         &mut self,
         id: ChildId,
-        (mut to, stdin): (impl Write + Send + 'static, Vec<u8>),
+        (mut to, told): (impl Write + Send + 'static, Receiver<Vec<u8>>),
         from: impl Read + Send + 'static,
         errors: impl Read + Send + 'static,
         events: &Sender<Event>,
@@ -91,7 +97,7 @@ impl Child {
     ) -> io::Result<()> {
         let start = |what: &str| thread::Builder::new().name(format!("{} {what}", self.name));
         // A child that ends without reading all of it is reported by its end.
-        start("stdin").spawn(move || drop(to.write_all(&stdin)))?;
+        start("stdin").spawn(move || drop(told.iter().try_for_each(|bytes| to.write_all(&bytes))))?;
         let events = events.clone();
         start("stdout").spawn(move || {
             each_line(from, |line| drop(events.send(Event::Line(id, line))));

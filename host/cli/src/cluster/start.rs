@@ -4,12 +4,12 @@ use super::bind::Parts;
 use super::{ChildId, ClusterError, Limit, Supervisor};
 use crate::layout::{Layout, Source};
 use std::collections::HashSet;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
 
 /// How long a process may take to get ready. Hundreds of them on a small machine take their time.
-const START_LIMIT: Duration = Duration::from_secs(60);
+pub(crate) const START_LIMIT: Duration = Duration::from_secs(60);
 
 /// What the controller prints once it listens, in front of its address.
 pub(crate) const LISTENING: &str = "listening ";
@@ -26,46 +26,101 @@ pub(crate) struct ClusterConfig<'a> {
     pub(crate) shards: u16,
     /// Which processors each leaf runs on.
     pub(crate) parts: Parts,
-    /// The controller's override file.
-    pub(crate) overrides: Option<&'a Path>,
+    /// What the controller takes whatever it costs.
+    pub(crate) preference: Preference<'a>,
+    /// Further options of the device of an index.
+    pub(crate) device_options: Option<(usize, Vec<String>)>,
 }
 
-/// Start a controller and devices, and return the controller's address once every device has registered with it.
+/// Ways that a controller takes whatever they cost.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Preference<'a> {
+    /// None.
+    Cost,
+    /// Those of an override file.
+    File(&'a Path),
+    /// The tree while there is one.
+    Tree,
+}
+
+/// The processes of a cluster but its ranks.
+#[derive(Debug)]
+pub(crate) struct Started {
+    /// Where the controller listens.
+    pub(crate) addr: SocketAddr,
+    pub(crate) controller: ChildId,
+    /// The layout's devices, in its order.
+    pub(crate) devices: Vec<ChildId>,
+}
+
+/// Start a controller and devices; returns when every device has registered with it.
 ///
 /// # Errors
 /// [`ClusterError`]; the processes started so far are the supervisor's.
-pub(crate) fn start(supervisor: &mut Supervisor, config: &ClusterConfig<'_>) -> Result<SocketAddr, ClusterError> {
+pub(crate) fn start(supervisor: &mut Supervisor, config: &ClusterConfig<'_>) -> Result<Started, ClusterError> {
+    let anywhere = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    let (controller, addr) = start_controller(supervisor, config, anywhere)?;
+    let devices: Vec<ChildId> = (0..config.layout.devices.len())
+        .map(|index| start_device(supervisor, config, index, addr))
+        .collect::<Result<_, _>>()?;
     let limit = Limit::new(START_LIMIT);
-    let (topology, stdin) = match &config.layout.source {
-        Source::File(path) => (path.to_string_lossy().into_owned(), Vec::new()),
-        Source::Toml(text) => ("-".to_owned(), text.clone().into_bytes()),
-    };
-    let own = ["controller".into(), "--listen=127.0.0.1:0".into(), format!("--topology={topology}")];
-    let overrides = config.overrides.map(|path| format!("--overrides={}", path.display()));
-    let args: Vec<String> = own.into_iter().chain(overrides).collect();
-    let controller = supervisor.spawn("the controller", &args, stdin)?;
-    let (_, line) = supervisor.next_line(limit, controller, "listen")?;
-    let addr = line.strip_prefix(LISTENING).and_then(|addr| addr.parse::<SocketAddr>().ok());
-    let addr = addr.ok_or_else(|| unexpected(supervisor, controller, line, "`listening ADDRESS`"))?;
-
-    let mut waiting = HashSet::new();
-    for (index, name) in config.layout.devices.iter().enumerate() {
-        let args = [
-            "device".into(),
-            format!("--name={name}"),
-            format!("--controller={addr}"),
-            format!("--shards={}", config.shards),
-        ];
-        let name = format!("device {name}");
-        waiting.insert(config.parts.within(index, || supervisor.spawn(&name, &args, Vec::new()))?);
-    }
+    let mut waiting: HashSet<ChildId> = devices.iter().copied().collect();
     while let Some(&awaited) = waiting.iter().next() {
         let (id, line) = supervisor.next_line(limit, awaited, "register with the controller")?;
         if !line.starts_with(READY) || !waiting.remove(&id) {
             return Err(unexpected(supervisor, id, line, "`ready NAME`, once"));
         }
     }
-    Ok(addr)
+    Ok(Started { addr, controller, devices })
+}
+
+/// Start a controller that listens at `listen`; returns when it does, and where.
+///
+/// # Errors
+/// [`ClusterError`], also if any other child says something meanwhile.
+pub(crate) fn start_controller(
+    supervisor: &mut Supervisor,
+    config: &ClusterConfig<'_>,
+    listen: SocketAddr,
+) -> Result<(ChildId, SocketAddr), ClusterError> {
+    let (topology, stdin) = match &config.layout.source {
+        Source::File(path) => (path.to_string_lossy().into_owned(), Vec::new()),
+        Source::Toml(text) => ("-".to_owned(), text.clone().into_bytes()),
+    };
+    let own = ["controller".into(), format!("--listen={listen}"), format!("--topology={topology}")];
+    let preference = match config.preference {
+        Preference::Cost => None,
+        Preference::File(path) => Some(format!("--overrides={}", path.display())),
+        Preference::Tree => Some("--prefer-tree".into()),
+    };
+    let args: Vec<String> = own.into_iter().chain(preference).collect();
+    let controller = supervisor.spawn("the controller", &args, stdin)?;
+    let (id, line) = supervisor.next_line(Limit::new(START_LIMIT), controller, "listen")?;
+    let addr = line.strip_prefix(LISTENING).filter(|_| id == controller).and_then(|addr| addr.parse().ok());
+    let addr = addr.ok_or_else(|| unexpected(supervisor, id, line, "`listening ADDRESS`"))?;
+    Ok((controller, addr))
+}
+
+/// Start the layout's device of an index, which prints [`READY`] when the controller knows it.
+///
+/// # Errors
+/// [`ClusterError::System`] if it can't be started.
+pub(crate) fn start_device(
+    supervisor: &mut Supervisor,
+    config: &ClusterConfig<'_>,
+    index: usize,
+    controller: SocketAddr,
+) -> Result<ChildId, ClusterError> {
+    let name = &config.layout.devices[index];
+    let own = [
+        "device".into(),
+        format!("--name={name}"),
+        format!("--controller={controller}"),
+        format!("--shards={}", config.shards),
+    ];
+    let further = config.device_options.iter().filter(|(of, _)| *of == index).flat_map(|(_, options)| options.clone());
+    let args: Vec<String> = own.into_iter().chain(further).collect();
+    config.parts.within(index, || supervisor.spawn(&format!("device {name}"), &args, Vec::new()))
 }
 
 fn unexpected(supervisor: &Supervisor, id: ChildId, line: String, expected: &'static str) -> ClusterError {

@@ -2,6 +2,7 @@
 
 use crate::job::Case;
 use crate::options::{self, Algo, Attach, OrderName};
+use crate::perf::fault::Fault;
 use crate::size::{SizeBytes, sweep};
 use crate::workload::{Check, MemoryKind};
 use anyhow::{bail, ensure};
@@ -98,6 +99,13 @@ pub(crate) struct PerfArgs {
     /// Ways to take by size, whatever they cost, where `--algo auto` leaves it open (see `sumac controller --help`)
     #[arg(long, value_name = "FILE")]
     pub(super) overrides: Option<PathBuf>,
+    /// Do this to the running cluster in the middle of an operation of each row
+    ///
+    /// The ranks of a row are a job of their own then, and what was killed is started again before; `tree` and `auto` are
+    /// the tree while there is one. Devices and links are hurt in these rows alone. A line on stderr says what was done
+    /// when, and how long it took to notice and to repair.
+    #[arg(long, value_name = "KIND", conflicts_with_all = ["explain", "overrides"])]
+    pub(super) fault: Option<Fault>,
     /// Print one JSON object a row instead of the table
     #[arg(long)]
     pub(super) json: bool,
@@ -119,6 +127,11 @@ impl PerfArgs {
         if self.end > SIZE_MAX {
             bail!("-e {} is more than the {SIZE_MAX} that a rank may hold; choose a smaller one", self.end);
         }
+        if let Some(fault) = self.fault {
+            ensure!(self.ranks > 1, "--fault needs ranks that something can come between; ask for 2 or more");
+            let is_shm = fault == Fault::CutLink && self.attach == Attach::Shm;
+            ensure!(!is_shm, "--fault cut-link loses packets, and with --attach shm there are none; use udp or auto");
+        }
         ensure!(self.root < self.ranks, "root {} of {} ranks; they count from 0", self.root, self.ranks);
         let mut cases = Vec::new();
         for &collective in &self.collectives {
@@ -136,6 +149,11 @@ impl PerfArgs {
             }
         }
         Ok(cases)
+    }
+
+    /// Return how ranks are to reach their leaf.
+    pub(super) fn attach(&self) -> Attach {
+        if self.fault == Some(Fault::CutLink) { Attach::Udp } else { self.attach }
     }
 
     /// Return the rows of one collective, element type and operator: size by size, all algorithms of a size together.
@@ -193,6 +211,16 @@ mod tests {
         assert_eq!(parse("--attach udp").attach, Attach::Udp);
         let error = Command::try_parse_from(["perf", "--attach", "rdma"]).map(|_| ()).expect_err("no such way");
         assert!(error.to_string().contains("auto, udp, shm"), "{error}");
+    }
+
+    #[test]
+    fn faults_that_nothing_can_suffer_are_refused() {
+        let refused = |args: &str| parse(args).cases().expect_err("refused").to_string();
+        assert!(refused("--fault kill-rank --ranks 1").contains("2 or more"));
+        assert!(refused("--fault cut-link --attach shm").contains("udp or auto"));
+        assert_eq!(parse("--fault cut-link").attach(), Attach::Udp);
+        assert_eq!(parse("--fault kill-device").attach(), Attach::Auto);
+        assert!(Command::try_parse_from(["perf", "--fault", "kill-device", "--explain"]).is_err());
     }
 
     #[test]

@@ -5,26 +5,27 @@
 
 mod args;
 mod explain;
+mod fault;
+mod output;
 mod table;
 
 pub(crate) use args::PerfArgs;
 pub(crate) use explain::Explained;
 
-use crate::cluster::{self, ChildId, ClusterConfig, ClusterError, Limit, Parts, Supervisor};
+use crate::cluster::{self, ChildId, ClusterConfig, ClusterError, Limit, Parts, Preference, Supervisor};
 use crate::exit::Failure;
 use crate::job::{Case, Measured, RankJob, Report, Work};
 use crate::layout::Layout;
 use crate::machine;
 use crate::stats;
-use crate::workload::Check;
 use anyhow::anyhow;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use std::collections::{HashSet, VecDeque};
-use std::io::{self, Write};
+use output::Output;
+use std::collections::VecDeque;
+use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
 use sumac::choice::Attached;
-use table::Row;
 
 /// How long the ranks may take to join and to leave.
 const JOIN_LIMIT: Duration = Duration::from_secs(60);
@@ -63,11 +64,17 @@ fn measure(
     // Before anything is started that would disturb it.
     let round_trip_ns = if args.json { None } else { machine::cache_line_round_trip_ns() };
     bar.set_message("starting the controller and the devices");
-    let parts = if args.no_bind { Parts::anywhere() } else { Parts::new(layout) };
-    let config = ClusterConfig { layout, shards: args.shards, parts, overrides: args.overrides.as_deref() };
-    let controller = cluster::start(&mut supervisor, &config)?;
+    let preference = args.overrides.as_deref().map_or(Preference::Cost, Preference::File);
+    let config = ClusterConfig { preference, ..config(args, layout) };
+    let mut output = Output::new(args, layout, round_trip_ns, bar);
+    if let Some(fault) = args.fault {
+        fault::measure(args, fault, cases, config, supervisor, &mut output)?;
+        return output.finish();
+    }
+    let controller = cluster::start(&mut supervisor, &config)?.addr;
     bar.set_message("waiting for the ranks to join");
-    let ranks = start_ranks(&mut supervisor, args, cases, &config, controller)?;
+    let job = JobOf { name: "perf".into(), controller, cases: cases.to_vec(), announced: None };
+    let ranks = start_ranks(&mut supervisor, args, &config, job)?;
     let mut reports = Reports::new(ranks.clone());
     let attached = joined(&mut reports, &mut supervisor)?;
     if args.explain {
@@ -75,40 +82,23 @@ fn measure(
         supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?;
         return Ok(0);
     }
-    if !args.json {
-        write_preamble(&mut io::stdout(), args, layout, round_trip_ns, attached)?;
-    }
-    let (mut wrong, mut rows, mut told) = (0, 0, HashSet::new());
+    output.begin(attached)?;
     for case in cases {
         bar.set_message(format!("{} {} {} B", case.collective, case.algo, case.size_bytes()));
         let limit = Limit::new(case_limit(args));
-        let ranks = match measured(reports.next_of_each(&mut supervisor, limit, "report a measurement")?)? {
-            Ok(ranks) => ranks,
-            Err(why) => {
-                if told.insert(why.clone()) {
-                    bar.suspend(|| tell!("# {} {} left out: {why}", case.collective, case.algo));
-                }
-                bar.inc(1);
-                continue;
-            }
-        };
-        let row = Row::new(case, &ranks, attached);
-        (wrong, rows) = (wrong + row.wrong, rows + 1);
-        bar.suspend(|| write_row(args, &row))?;
-        let fallback = ranks.iter().find_map(|rank| rank.fallback.clone());
-        if let Some(why) = fallback.filter(|why| told.insert(why.clone())) {
-            bar.suspend(|| tell!("# {} {} took {}: {why}", row.collective, row.algo, row.path));
+        match measured(reports.next_of_each(&mut supervisor, limit, "report a measurement")?)? {
+            Ok(ranks) => output.row(case, &ranks, attached)?,
+            Err(why) => output.left_out(case, &why),
         }
-        bar.inc(1);
     }
     supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?;
-    if rows == 0 {
-        return Err(Failure::Run(anyhow!("none of the ways asked for is possible; the reasons stand above")));
-    }
-    if !args.json {
-        bar.suspend(|| write_summary(&mut io::stdout(), rows, wrong))?;
-    }
-    Ok(wrong)
+    output.finish()
+}
+
+/// Describe the cluster that is asked for.
+fn config<'a>(args: &PerfArgs, layout: &'a Layout) -> ClusterConfig<'a> {
+    let parts = if args.no_bind { Parts::anywhere() } else { Parts::new(layout) };
+    ClusterConfig { layout, shards: args.shards, parts, preference: Preference::Cost, device_options: None }
 }
 
 /// Wait until all ranks have joined, and return how they reach the tree, if there is one.
@@ -146,35 +136,37 @@ fn explained(
     Ok(())
 }
 
+/// What the ranks of one job are to do.
+struct JobOf {
+    name: String,
+    controller: SocketAddr,
+    cases: Vec<Case>,
+    /// The iteration of each case whose beginning they report.
+    announced: Option<u32>,
+}
+
 fn start_ranks(
     supervisor: &mut Supervisor,
     args: &PerfArgs,
-    cases: &[Case],
     config: &ClusterConfig<'_>,
-    controller: SocketAddr,
+    JobOf { name, controller, cases, announced }: JobOf,
 ) -> Result<Vec<ChildId>, Failure> {
-    let cases = cases.to_vec();
+    let (warmup, iterations) = (args.warmup, args.iterations);
     let work = match args.explain {
         true => Work::Explain { cases },
-        false => Work::Perf {
-            cases,
-            warmup: args.warmup,
-            iterations: args.iterations,
-            memory: args.memory,
-            check: args.check,
-        },
+        false => Work::Perf { cases, warmup, iterations, memory: args.memory, check: args.check, announced },
     };
     (0_u32..)
         .zip(config.layout.hosts.iter().zip(&config.layout.leaves))
         .map(|(rank, (host, &leaf))| {
             let job = RankJob {
                 controller,
-                job: "perf".into(),
+                job: name.clone(),
                 rank,
                 world: args.ranks,
                 host: host.clone(),
                 order: args.order.map(Into::into),
-                attach: args.attach,
+                attach: args.attach(),
                 deadline_ms: args.timeout_s.saturating_mul(1000),
                 work: work.clone(),
             };
@@ -185,8 +177,11 @@ fn start_ranks(
 
 /// Start a rank on its job.
 pub(crate) fn spawn_rank(supervisor: &mut Supervisor, job: &RankJob) -> Result<ChildId, Failure> {
-    let line = serde_json::to_vec(job).map_err(Failure::run)?;
-    Ok(supervisor.spawn(&format!("rank {}", job.rank), &["rank".to_owned()], line)?)
+    let mut line = serde_json::to_vec(job).map_err(Failure::run)?;
+    line.push(b'\n');
+    let rank = supervisor.spawn_to_talk_to(&format!("rank {}", job.rank), &["rank".to_owned()])?;
+    supervisor.say(rank, line);
+    Ok(rank)
 }
 
 /// The reports of several ranks, which come in any order, a rank's own in order.
@@ -215,16 +210,25 @@ impl Reports {
     ) -> Result<Vec<Report>, ClusterError> {
         while let Some(missing) = self.waiting.iter().position(VecDeque::is_empty) {
             let (id, line) = supervisor.next_line(limit, self.ranks[missing], what)?;
-            let rank = self.ranks.iter().position(|&rank| rank == id);
-            let (Some(rank), Ok(report)) = (rank, serde_json::from_str(&line)) else {
-                let name = supervisor.name(id).to_owned();
-                return Err(ClusterError::Unexpected { name, line, expected: "a report" });
-            };
-            // All its reports but the last are asked for; when it ends after that is its own affair.
-            supervisor.may_end(id);
-            self.waiting[rank].push_back(report);
+            self.take(supervisor, id, line)?;
         }
         Ok(self.waiting.iter_mut().filter_map(VecDeque::pop_front).collect())
+    }
+
+    /// Take in a line, for whoever waits for several things.
+    ///
+    /// # Errors
+    /// A line that is no report of these children.
+    fn take(&mut self, supervisor: &mut Supervisor, id: ChildId, line: String) -> Result<(), ClusterError> {
+        let rank = self.ranks.iter().position(|&rank| rank == id);
+        let (Some(rank), Ok(report)) = (rank, serde_json::from_str(&line)) else {
+            let name = supervisor.name(id).to_owned();
+            return Err(ClusterError::Unexpected { name, line, expected: "a report" });
+        };
+        // All its reports but the last are asked for; when it ends after that is its own affair.
+        supervisor.may_end(id);
+        self.waiting[rank].push_back(report);
+        Ok(())
     }
 }
 
@@ -270,56 +274,6 @@ fn stats_of(case: &Case, ranks: &[Measured]) -> Figures {
 fn case_limit(args: &PerfArgs) -> Duration {
     let operations = u64::from(args.warmup) + u64::from(args.iterations);
     Duration::from_secs(args.timeout_s.saturating_mul(operations.clamp(4, 1000)))
-}
-
-fn write_preamble(
-    out: &mut impl Write,
-    args: &PerfArgs,
-    layout: &Layout,
-    round_trip_ns: Option<f64>,
-    attached: Option<Attached>,
-) -> io::Result<()> {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let devices = layout.devices.len();
-    let processes = devices + layout.hosts.len();
-    writeln!(
-        out,
-        "# ranks {}  devices {devices} (emulated)  tree levels {}  iterations {}  warm-up {}  checked: every element{}",
-        args.ranks,
-        layout.levels,
-        args.iterations,
-        args.warmup,
-        if args.check == Check::Ends { " of an operation before and one after" } else { "" }
-    )?;
-    let turns = if cores < processes { " taking turns" } else { "" };
-    let round_trip = round_trip_ns.map_or_else(|| "not measured".into(), |ns| format!("{ns:.0} ns"));
-    writeln!(out, "# cores {cores} for {processes} processes{turns}  cache line there and back {round_trip}")?;
-    match attached {
-        None => writeln!(out, "# attach none, there is no tree")?,
-        // Packets are filled from any memory alike.
-        Some(Attached::ByPackets) => writeln!(out, "# attach udp, by packets")?,
-        Some(attached) => {
-            let (name, memory) = (attached.name(), args.memory.name());
-            writeln!(out, "# attach {name}, {attached}  buffers in {memory} memory")?;
-        }
-    }
-    table::write_head(out)
-}
-
-fn write_row(args: &PerfArgs, row: &Row) -> io::Result<()> {
-    let mut out = io::stdout().lock();
-    if args.json {
-        serde_json::to_writer(&mut out, row)?;
-        writeln!(out)?;
-    } else {
-        table::write_row(&mut out, row)?;
-    }
-    out.flush()
-}
-
-fn write_summary(out: &mut impl Write, rows: usize, wrong: u64) -> io::Result<()> {
-    let verdict = if wrong == 0 { "all right" } else { "WRONG RESULTS" };
-    writeln!(out, "# {rows} rows, {wrong} wrong elements: {verdict}")
 }
 
 /// Return a bar on stderr, hidden where that is no terminal.

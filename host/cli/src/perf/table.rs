@@ -45,7 +45,7 @@ pub(crate) struct Row {
     pub(crate) cpu_us: f64,
     /// Contributions sent again, over all iterations and ranks.
     pub(crate) retransmits: u64,
-    /// Whether any operation was repaired.
+    /// Whether any operation was repaired, or a barrier next to one.
     pub(crate) repaired: bool,
 }
 
@@ -73,7 +73,7 @@ impl Row {
             wire_bytes: figures.wire_bytes,
             cpu_us: thousandths(figures.cpu_ns / 1e3),
             retransmits: ranks.iter().map(|rank| rank.retransmits).sum(),
-            repaired: ranks.iter().any(|rank| rank.repaired),
+            repaired: ranks.iter().any(|rank| rank.repair.is_some()),
         }
     }
 }
@@ -149,7 +149,7 @@ mod tests {
             wire_bytes: 3000,
             cpu_ns: 9000,
             retransmits: 1,
-            repaired: false,
+            repair: None,
         }
     }
 
