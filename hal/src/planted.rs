@@ -6,7 +6,7 @@
 /// A bug. Who has it is said first: a node of a device, a rank's endpoint, both, or the controller (as which the
 /// simulator acts).
 #[cfg(feature = "planted")]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Bug {
     /// Endpoint: what a Status says of a chunk is taken for the next one's.
