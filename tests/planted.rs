@@ -1,18 +1,22 @@
 //! How good the simulator's oracles are: each planted bug ([`Bug`]) has to be found, and within how many seeds it is.
 //! And what the shrinker makes of what was found.
 //!
-//! Seed n runs one cluster, of the n-th kind in turn. `SEEDS=n` sets how many seeds a bug may take.
+//! Seed n runs one cluster, of the n-th kind in turn. `SEEDS=n` sets how many seeds a bug may take. The table also says
+//! how many faults of the links it takes to show the bug, out of how many there were.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use sumac_hal::planted::Bug;
-use sumac_tests::sim::{Options, ScenarioKind, Violation, run, shrink};
+use sumac_tests::sim::{Options, ScenarioKind, run, shrink};
 
 const KINDS: [ScenarioKind; 5] =
     [ScenarioKind::Calm, ScenarioKind::Mismatch, ScenarioKind::Death, ScenarioKind::Restart, ScenarioKind::Hostile];
 
 /// Seeds that a bug may take.
 const SEEDS: u64 = 10_000;
+
+/// Runs that the shortest script of a bug may take to be found.
+const SHRINK_RUNS: usize = 200;
 
 fn cluster(seed: u64) -> Options {
     Options::draw(seed, KINDS[(seed % 5) as usize])
@@ -47,17 +51,22 @@ fn each_is_found() {
     // Some are found by an assertion of the code: what it says would hide the table.
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
-    let first = |bug| (0..limit).find_map(|seed| run(&with(bug, seed)).err().map(|violation| (seed, violation)));
-    let found: Vec<Option<(u64, Violation)>> = on_all_cores(Bug::ALL.len(), |nth| first(Bug::ALL[nth]));
+    let first = |bug| (0..limit).find(|&seed| run(&with(bug, seed)).is_err());
+    let found = on_all_cores(Bug::ALL.len(), |nth| {
+        let bug = Bug::ALL[nth];
+        first(bug).and_then(|seed| Some((seed, shrink(&with(bug, seed), SHRINK_RUNS)?)))
+    });
     std::panic::set_hook(hook);
 
-    println!("{:20}{:>6}  {:10}found by", "bug", "seeds", "in");
+    println!("{:20}{:>6}  {:10}{:>12}  found by", "bug", "seeds", "in", "faults");
     for (bug, found) in Bug::ALL.iter().zip(&found) {
         let name = format!("{bug:?}");
         match found {
-            Some((seed, violation)) => {
+            Some((seed, shrunk)) => {
                 let kind = format!("{:?}", KINDS[(seed % 5) as usize]);
-                println!("{name:20}{:>6}  {kind:10}{}", seed + 1, violation.oracle());
+                let left = shrunk.options.faults.script.as_ref().map_or(0, Vec::len);
+                let faults = format!("{left} of {}", shrunk.recorded);
+                println!("{name:20}{:>6}  {kind:10}{faults:>12}  {}", seed + 1, shrunk.violation.oracle());
             }
             None => println!("{name:20}     -  not found in {limit} seeds"),
         }

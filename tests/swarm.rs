@@ -12,6 +12,11 @@ fn number(name: &str) -> Option<u64> {
 
 /// Run `seeds` clusters of one kind, print what they covered, and check that each of `marks` was hit.
 fn swarm(kind: ScenarioKind, seeds: u64, marks: &[&str]) {
+    let test = format!("{kind:?}").to_lowercase();
+    // The harness runs each test on a thread of the test's name, or all on the main one.
+    let thread = std::thread::current();
+    let name = thread.name().filter(|name| *name != "main").unwrap_or(&test);
+    assert_eq!(name, test, "the line that repeats a seed has to name this test");
     let from = number("SEED_FROM").unwrap_or(0);
     let one = number("SEED");
     let range = one.map_or(from..from + number("SEEDS").unwrap_or(seeds), |seed| seed..seed + 1);
@@ -23,7 +28,7 @@ fn swarm(kind: ScenarioKind, seeds: u64, marks: &[&str]) {
             Ok(report) => total.merge(&report),
             Err(violation) => {
                 println!("SEED={seed} {options:?}\n  {violation}");
-                println!("  replay: SEED={seed} cargo test -p sumac-tests --test swarm {kind:?} -- --nocapture");
+                println!("  replay: SEED={seed} cargo test -p sumac-tests --test swarm {test} -- --exact --nocapture");
                 if failed.is_empty()
                     && let Some(shrunk) = shrink(&options, SHRINK_RUNS)
                 {

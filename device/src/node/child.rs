@@ -156,10 +156,12 @@ impl Live<'_> {
     /// Tell whether slot `index` may hold another chunk: everybody has what is in it, and no engine is at work on it.
     pub(super) fn is_reusable(&self, index: usize) -> bool {
         let slot = &self.slots[index];
-        let have_below = self.common.config.shard.below(self.group.min_have);
-        let all_have = have_below > slot.local || planted!(self.common, SlotReusedEarly);
         slot.state == State::Free
-            || (slot.state == State::Answered && all_have && slot.pending.is_empty() && self.is_quiet(index))
+            || (slot.state == State::Answered
+                && (self.common.config.shard.below(self.group.min_have) > slot.local
+                    || planted!(self.common, SlotReusedEarly))
+                && slot.pending.is_empty()
+                && self.is_quiet(index))
     }
 
     /// Start on chunk `local` in slot `index`.
@@ -235,7 +237,7 @@ impl Live<'_> {
     }
 
     fn combine(&mut self, index: usize, child: usize, repr: &Repr, payload: &[u8]) {
-        let slot = self.slots[index];
+        let mut slot = self.slots[index];
         let mut stages = self.stages(index);
         let Some(kernel) = slot.kernel() else {
             // Moved as it is: the only contribution with data is the value.
@@ -253,11 +255,10 @@ impl Live<'_> {
         let children = self.children.len();
         let declared = self.group.config.order;
         let order = if planted!(self.common, OrderOfArrival) { Order::Arrival } else { declared };
-        let mut data = slot.data;
         if planted!(self.common, FirstNotCopied) {
-            data.insert(child ^ 1);
+            slot.data.insert(child ^ 1);
         }
-        let arrived = Arrived { bits: &slot.bits, data: &data, children, child };
+        let arrived = Arrived { bits: &slot.bits, data: &slot.data, children, child };
         contribute(order, kernel, &mut self.stages(index), &arrived, input, &mut fold_next);
         self.slots[index].fold_next = fold_next;
     }

@@ -134,3 +134,54 @@ pub(super) fn moment(draw: &mut Draw) -> Duration {
     let scale = draw.one_of(&[14, 17, 20, 23, 29]);
     Duration::from_nanos(draw.below(1 << scale))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sim::wiring::count_nodes;
+    use crate::sim::{Options, ScenarioKind, record};
+    use std::collections::BTreeSet;
+    use sumac_hal::emu::Verdict;
+
+    /// Swarm testing: among two thousand seeds there is each mix of kinds of fault, also none at all.
+    #[test]
+    fn each_mix_of_kinds_is_drawn() {
+        let mixes: BTreeSet<[bool; 6]> = (0..2000)
+            .map(|seed| {
+                let Faults { loss, duplicate, reorder, corrupt, spells, .. } =
+                    Options::draw(seed, ScenarioKind::Calm).faults;
+                let cut = spells.iter().any(|spell| spell.delay.is_none());
+                let slow = spells.iter().any(|spell| spell.delay.is_some());
+                [loss > 0, duplicate > 0, reorder > 0, corrupt > 0, cut, slow]
+            })
+            .collect();
+        assert_eq!(mixes.len(), 64);
+    }
+
+    /// A spell touches one way of one link while it lasts, and nothing else.
+    #[test]
+    fn a_spell_is_on_one_way_of_one_link() {
+        let delay = Duration::from_micros(30);
+        for (seed, verdict) in (0..10).flat_map(|seed| [Verdict::Drop, Verdict::Deliver { delay }].map(|v| (seed, v))) {
+            let mut options = Options::draw(seed, ScenarioKind::Calm);
+            let spell = Spell {
+                rank: options.ranks - 1,
+                tree: options.groups[0].tree,
+                hop: 0,
+                up: seed % 2 == 0,
+                start: Duration::ZERO,
+                len: Duration::from_millis(500),
+                delay: (verdict != Verdict::Drop).then_some(delay),
+            };
+            options.faults = Faults { spells: vec![spell.clone()], ..Faults::default() };
+            let wiring = Wiring::new(&options, spell.tree, options.trees.iter().map(count_nodes).max().unwrap());
+            let (from, to) = spell.ends(&wiring, options.shards, options.groups.len());
+            let (outcome, faults) = record(&options);
+            assert!(outcome.is_ok(), "{seed}: {outcome:?}");
+            assert!(!faults.is_empty(), "{seed}: the link is used");
+            let hit =
+                |fault: &NthPacket| fault.verdict == verdict && from.contains(&fault.from) && to.contains(&fault.to);
+            assert!(faults.iter().all(hit), "{seed}: {faults:?}");
+        }
+    }
+}
