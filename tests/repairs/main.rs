@@ -7,5 +7,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod death;
 mod devices;
+mod started;
 mod work;

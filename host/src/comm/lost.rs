@@ -64,8 +64,12 @@ impl Lost {
 
     /// Repair this communicator if none of its calls does.
     pub(super) fn serve(&self, core: &Arc<Mutex<Core>>) {
-        // Set once, when it has joined; what was asked for before is done by its first call.
+        // Set once, when it has joined.
         let _ = self.core.set(Arc::downgrade(core));
+        // What was asked for before found nobody to do it.
+        if let Some(view) = self.repair_wanted().checked_sub(1) {
+            self.repair(view);
+        }
     }
 
     /// The controller says that the tree of a view is lost.

@@ -19,7 +19,7 @@ mod receive;
 mod tests;
 
 pub use ops::{Buffers, OpId};
-pub(crate) use ops::{Keep, MAX_OPS, Op, Ops, Part, Seat};
+pub(crate) use ops::{Keep, Kept, MAX_OPS, Op, Ops, Part, Seat};
 
 use crate::reference::Breach;
 use crate::repair::Remains;

@@ -1,6 +1,5 @@
 //! What comes down from the leaf node.
 
-use super::ops::{Keep, Kept};
 use super::{Buffers, Endpoint, EndpointConfig, EndpointError, terminal};
 use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::port::Addr;
@@ -67,18 +66,7 @@ impl Endpoint {
     fn keep(&mut self, buffers: &mut impl Buffers) {
         let stable = self.stable.0;
         self.ops.forget_below(stable);
-        for Kept { op, from, bytes } in self.ops.newly_kept() {
-            *from = stable.max(op.first());
-            for seq in *from..op.end() {
-                match op.keep(seq) {
-                    Keep::Nothing => {}
-                    Keep::Result(range) => bytes.extend_from_slice(&buffers.output(op.id)[range]),
-                    Keep::Own(range) | Keep::Contribution(range) => {
-                        bytes.extend_from_slice(&buffers.input(op.id)[range]);
-                    }
-                }
-            }
-        }
+        self.ops.keep_new(stable, |_, _| false, |op, keep, to| keep.retain(op.id, buffers, to));
     }
 
     /// Take in the answer to one chunk, or the Done of a run of them; `None` if nothing of it is new.

@@ -257,6 +257,8 @@ impl ReferenceDriver {
                 bounce.read(result.from.start, output);
             });
         }
+        let (redo, view) = (&self.redo, (self.config.group, self.config.epoch));
+        self.endpoint.keep(|seq| redo.is_published(view, seq), buffers);
         count == BATCH
     }
 
