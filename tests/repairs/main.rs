@@ -7,6 +7,8 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod busy;
+mod collectives;
 mod death;
 mod devices;
 mod started;

@@ -276,6 +276,11 @@ impl ReferenceEndpoint {
         self.failed.get_or_insert(error);
     }
 
+    /// Take in again what a device answers, though the group is over; not from one whose answers made no sense.
+    pub(super) fn reopen(&mut self) {
+        self.failed = self.failed.filter(|error| matches!(error, EndpointError::Broken(_)));
+    }
+
     /// Submit nothing more and take in nothing more, as the group is over for its user.
     pub(super) fn close(&mut self) {
         self.fail(EndpointError::GroupLost);
