@@ -46,6 +46,14 @@ impl Cluster {
         Self { controller, boards }
     }
 
+    // Most devices stay.
+    #[allow(dead_code)]
+    /// Start a device with a bus, as [`Cluster::spare`] does, perhaps one that was there before.
+    pub(crate) fn board_on_a_bus(&self, name: &str) -> Board {
+        let configure = |board: &mut BoardConfig| board.bus = Some(BusConfig::default());
+        board(name.into(), self.controller.local_addr(), configure)
+    }
+
     fn start_boards(
         leaves: usize,
         hosts: usize,

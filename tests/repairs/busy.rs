@@ -1,23 +1,15 @@
 //! Ranks that are in no call, or late, when the others need them.
 
-use crate::common::{Cluster, by_packets, plain};
-use crate::death::Death;
+use crate::common::{Cluster, plain};
+use crate::death::{Death, WAYS, soon};
 use crate::work::{assert_sum, filled, in_small_chunks, value};
 use std::thread;
-use std::time::Duration;
 use sumac::{Algo, Communicator, JoinConfig, ReduceOp};
 use sumac_firmware::emulated::BusConfig;
 use sumac_hal::op::{Dtype, OpDesc};
 
 const RANKS: u32 = 3;
 const LEN: usize = 60_000;
-
-fn soon(configure: fn(&mut JoinConfig)) -> impl Fn(&mut JoinConfig) + Sync {
-    move |config| {
-        configure(config);
-        config.deadline = Duration::from_secs(20);
-    }
-}
 
 /// Wait, without a call that would drive anything, until the communicator has been repaired.
 fn until_repaired(comm: &Communicator) {
@@ -63,7 +55,7 @@ fn what_was_delivered_and_not_looked_at_is_not_lost() {
 /// One rank has not entered the operation, which it does only when all have got over the death.
 #[test]
 fn a_rank_that_is_late_takes_part() {
-    for configure in [by_packets as fn(&mut JoinConfig), plain] {
+    for configure in WAYS {
         let mut cluster = Cluster::start_on(1, RANKS as usize, BusConfig::default(), in_small_chunks());
         let death = Death::of(&mut cluster, RANKS);
         let repaired = cluster.run("late", RANKS, soon(configure), |comm| {
@@ -81,7 +73,7 @@ fn a_rank_that_is_late_takes_part() {
 /// The controller has gone before the device does: nobody is told, nobody is given another tree, and schedules do.
 #[test]
 fn ranks_get_over_a_device_without_a_controller() {
-    for configure in [by_packets as fn(&mut JoinConfig), plain] {
+    for configure in WAYS {
         let mut cluster = Cluster::start_on(1, RANKS as usize, BusConfig::default(), in_small_chunks());
         let death = Death::of(&mut cluster, RANKS);
         let controller = cluster.controller.local_addr();

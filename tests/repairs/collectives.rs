@@ -62,7 +62,7 @@ fn operation(comm: &Communicator, op: u64, registered: bool) -> Outcome {
     let root = 1 + (op / KINDS % u64::from(RANKS - 1)) as u32;
     let desc = desc(op, root);
     let (given, taken) = spans(&desc, comm.rank());
-    let in_place = op / KINDS % 2 == 0;
+    let in_place = (op / KINDS).is_multiple_of(2);
     let whole = given.end.max(taken.end);
     let lens = if in_place { (whole, 0) } else { (given.len(), taken.len()) };
     let mut memory = (comm.alloc::<i64>(lens.0).expect("memory"), comm.alloc::<i64>(lens.1).expect("memory"));

@@ -20,7 +20,7 @@ const KINDS: [(Dtype, ReduceOp); 7] = [
     (Dtype::F32, ReduceOp::Avg),
     (Dtype::F32, ReduceOp::PremulSum),
     (Dtype::Bf16, ReduceOp::Sum),
-    (Dtype::F8E4M3, ReduceOp::Sum),
+    (Dtype::E4m3, ReduceOp::Sum),
     (Dtype::F32, ReduceOp::MinLoc),
     (Dtype::F64, ReduceOp::Max),
 ];
@@ -73,17 +73,39 @@ fn bits_are_the_same(order: Order, levels: usize, way: fn(&mut JoinConfig)) {
             results.into_iter().map(|(result, _)| result).collect()
         })
         .remove(0);
-    let death = Death::of(&mut cluster, RANKS);
-    cluster.run("with", RANKS, configure, |comm| {
-        let kinds = KINDS.iter().map(|&(dtype, op)| OpDesc::all_reduce(dtype, op, LEN as u64));
-        let started: Vec<_> = (0..)
-            .zip(kinds)
-            .map(|(op, desc)| Started::new(&comm, input(op, comm.rank(), &desc), desc))
-            .collect();
-        death.strikes(comm.rank());
-        for (op, started) in started.into_iter().enumerate() {
-            let (result, repaired) = started.wait(&comm, op as u64);
-            assert!(result == without[op], "{:?} after the death, repaired: {repaired}", KINDS[op]);
-        }
-    });
+    cluster.boards.clear();
+    let mut repaired = 0;
+    for op in 0..kinds {
+        let mut config = by_tree();
+        (config.chunk_max_bytes, config.reference_chunk_max_bytes) = (2048, 2048);
+        let mut cluster = Cluster::start_on(levels, hosts, BusConfig::default(), config);
+        let death = Death::of(&mut cluster, RANKS);
+        let outcomes = cluster.run("with", RANKS, configure, |comm| {
+            comm.barrier().expect("all are there");
+            let (result, outcome) = death.strikes_during(comm.rank(), || run(&comm, op));
+            assert!(result == without[op as usize], "{:?} after the death: {outcome:?}", KINDS[op as usize]);
+            comm.barrier().expect("all are still there");
+            outcome
+        });
+        repaired += usize::from(outcomes.iter().any(|outcome| outcome.repaired));
+    }
+    assert!(repaired > 0, "no device has died under one of the operations");
+}
+
+#[test]
+fn bits_are_those_of_a_fold() {
+    bits_are_the_same(Order::TreeFold, 1, by_packets);
+    bits_are_the_same(Order::TreeFold, 1, plain);
+}
+
+#[test]
+fn bits_are_those_of_pairs() {
+    bits_are_the_same(Order::TreePairwise, 1, by_packets);
+    bits_are_the_same(Order::TreePairwise, 1, plain);
+}
+
+/// Partial values go from one device to the other in the type that they are added in.
+#[test]
+fn bits_are_those_of_two_levels() {
+    bits_are_the_same(Order::TreeFold, 2, plain);
 }

@@ -1,9 +1,8 @@
 //! Started operations, schedules and messages beside each other when the device dies.
 
-use crate::common::{Cluster, by_packets, plain};
-use crate::death::Death;
+use crate::common::{Cluster, plain};
+use crate::death::{Death, WAYS, soon};
 use crate::work::{assert_sum, filled, in_small_chunks, value};
-use std::time::Duration;
 use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, ReduceOp};
 use sumac_firmware::emulated::BusConfig;
 
@@ -11,16 +10,6 @@ const RANKS: u32 = 3;
 
 /// Elements of an operation that is longer than a window: it does not end before somebody waits for it.
 const LONG: usize = 200_000;
-
-const WAYS: [fn(&mut JoinConfig); 2] = [by_packets, plain];
-
-/// A deadline that a rank which waits for ever runs into while somebody still watches.
-fn soon(configure: fn(&mut JoinConfig)) -> impl Fn(&mut JoinConfig) + Sync {
-    move |config| {
-        configure(config);
-        config.deadline = Duration::from_secs(15);
-    }
-}
 
 fn cluster() -> Cluster {
     Cluster::start_on(1, RANKS as usize, BusConfig::default(), in_small_chunks())
