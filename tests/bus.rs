@@ -72,6 +72,7 @@ fn join(cluster: &Cluster, job: &str, rank: u32, world: u32) -> Seat {
         host: None,
         order: Order::TreeFold,
         mesh_addr: ([127, 0, 0, 1], 9).into(),
+        repair_addr: ([127, 0, 0, 1], 9).into(),
         max_packet_len_bytes: 65_000,
         attach: Attach::Shm,
         machine: machine(),

@@ -315,6 +315,26 @@ fn who_cancels_is_lost_to_the_others() {
     }
 }
 
+/// Nobody sends, and nothing happens at any socket: only the wish to cancel can end the wait.
+#[test]
+fn a_wait_for_a_message_is_cancelled() {
+    let cluster = Cluster::start(1, 2);
+    let began = std::time::Instant::now();
+    let done = std::sync::Barrier::new(2);
+    cluster.run("cancel-message", 2, plain, |comm| {
+        if comm.rank() == 0 {
+            let canceller = comm.canceller();
+            let end = std::thread::scope(|scope| {
+                scope.spawn(move || canceller.cancel());
+                comm.receive(&mut [0_u8], 1, 0)
+            });
+            assert_eq!(end, Err(Error::Cancelled));
+        }
+        done.wait();
+    });
+    assert!(began.elapsed() < Duration::from_secs(30), "half of the deadline");
+}
+
 /// Through the tree a rank sends each of its P bytes once; by ring and halving-doubling 2P(N-1)/N, by reduce-scatter and
 /// all-gather half of that. Counted where the bytes leave; headers are what is above.
 #[test]

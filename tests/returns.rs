@@ -55,7 +55,7 @@ fn a_job_that_began_without_a_device_moves_to_one_that_comes() {
                 while !has_begun.load(Ordering::Relaxed) {
                     thread::yield_now();
                 }
-                boards.lock().expect("nobody panicked").push(cluster.another("late"));
+                boards.lock().expect("nobody panicked").push(cluster.board_on_a_bus("late"));
             });
             cluster.run("late", 3, configure, |comm| {
                 assert!(add(&comm, 0).path != Path::Tree);
@@ -90,7 +90,7 @@ fn a_device_that_comes_back_is_used_again() {
                 drop(board.lock().expect("nobody panicked").take());
                 wait_for(&is_repaired);
                 is_repaired.store(false, Ordering::Relaxed);
-                *board.lock().expect("nobody panicked") = Some(cluster.another("spare0"));
+                *board.lock().expect("nobody panicked") = Some(cluster.board_on_a_bus("spare0"));
             }
         });
         cluster.run("back", 3, plain, |comm| {
@@ -121,7 +121,7 @@ fn a_job_that_has_lost_a_rank_is_offered_nothing() {
         if comm.rank() == 2 {
             return None;
         }
-        let _board = (comm.rank() == 0).then(|| cluster.another("late"));
+        let _board = (comm.rank() == 0).then(|| cluster.board_on_a_bus("late"));
         comm.all_reduce(&mut [0_u64; 4], ReduceOp::Sum).err().map(|error| error.to_string())
     });
     assert!(errors.iter().flatten().all(|error| error.contains("rank 2 is lost")), "{errors:?}");

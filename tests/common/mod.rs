@@ -46,10 +46,12 @@ impl Cluster {
         Self { controller, boards }
     }
 
+    // Most devices stay.
     #[allow(dead_code)]
-    /// A device more, or again, of that name.
-    pub(crate) fn another(&self, name: &str) -> Board {
-        board(name.into(), self.controller.local_addr(), |board| board.bus = Some(BusConfig::default()))
+    /// Start a device with a bus, as [`Cluster::spare`] does, perhaps one that was there before.
+    pub(crate) fn board_on_a_bus(&self, name: &str) -> Board {
+        let configure = |board: &mut BoardConfig| board.bus = Some(BusConfig::default());
+        board(name.into(), self.controller.local_addr(), configure)
     }
 
     fn start_boards(

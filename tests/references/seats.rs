@@ -28,6 +28,7 @@ pub(crate) fn memberships(
             host: None,
             order,
             mesh_addr: ([127, 0, 0, 1], 9).into(),
+            repair_addr: ([127, 0, 0, 1], 9).into(),
             max_packet_len_bytes: 65_000,
             attach,
             machine: machine(),

@@ -1,9 +1,9 @@
 //! A device dies under operations of ranks that are attached in all ways.
 
 use crate::common::{Cluster, by_packets, plain};
-use crate::work::{Kill, assert_sum, by_tree, filled, in_small_chunks, until_repaired};
+use crate::work::{Kill, assert_sum, by_both, by_reference, by_tree, filled, in_small_chunks, until_repaired};
 use std::time::Duration;
-use sumac::{Attach, JoinConfig, Path, ReduceOp};
+use sumac::{JoinConfig, Path, ReduceOp};
 use sumac_firmware::emulated::BusConfig;
 
 /// Elements of an operation: several windows.
@@ -11,16 +11,7 @@ const LEN: usize = 100_000;
 
 /// Moments at which the device dies, from the beginning of the third operation on.
 fn moments() -> impl Iterator<Item = Kill> {
-    (0..12).map(|nth| Kill { device: 0, after_operations: 3, delay: Duration::from_micros(137 * nth) })
-}
-
-fn by_reference(config: &mut JoinConfig) {
-    config.attach = Attach::Shm;
-}
-
-/// Every other rank by packets.
-fn by_both(config: &mut JoinConfig) {
-    config.attach = if config.rank.is_multiple_of(2) { Attach::Shm } else { Attach::Udp };
+    (0..6).map(|nth| Kill { device: 0, after_operations: 3, delay: Duration::from_micros(271 * nth) })
 }
 
 fn on_one_device(configure: impl Fn(&mut JoinConfig) + Sync, registered: bool) {

@@ -7,5 +7,11 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod again;
+mod busy;
+mod collectives;
+mod death;
 mod devices;
+mod orders;
+mod started;
 mod work;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use sumac::choice::CostTable;
 use sumac::controller::proto::StatusReport;
 use sumac::controller::{ControllerConfig, status};
-use sumac::{Communicator, JoinConfig, Outcome, Path, ReduceOp};
+use sumac::{Attach, Communicator, JoinConfig, Outcome, Path, ReduceOp};
 use sumac_firmware::emulated::Board;
 use sumac_hal::uplink::HopTimers;
 use sumac_tests::oracle::weight;
@@ -19,7 +19,7 @@ use sumac_tests::oracle::weight;
 const REPAIR_LIMIT: Duration = Duration::from_secs(60);
 
 /// How long a device may be silent: enough for a busy machine.
-const DEAD: Duration = Duration::from_millis(700);
+const DEAD: Duration = Duration::from_millis(400);
 
 /// Operations that ranks still do when all have seen the repair.
 const OPERATIONS_AFTER: u64 = 3;
@@ -34,6 +34,16 @@ pub(crate) fn by_tree() -> ControllerConfig {
 /// The same, in chunks so small that an operation has many, whichever way they go.
 pub(crate) fn in_small_chunks() -> ControllerConfig {
     ControllerConfig { chunk_max_bytes: 4096, reference_chunk_max_bytes: 4096, ..by_tree() }
+}
+
+/// Over shared memory.
+pub(crate) fn by_reference(config: &mut JoinConfig) {
+    config.attach = Attach::Shm;
+}
+
+/// Every other rank by packets.
+pub(crate) fn by_both(config: &mut JoinConfig) {
+    config.attach = if config.rank.is_multiple_of(2) { Attach::Shm } else { Attach::Udp };
 }
 
 /// A device that is to die.

@@ -10,7 +10,7 @@ use super::progress::{Deadline, InTheTree};
 use super::tree::Tree;
 use super::{CallOptions, Outcome};
 use crate::choice::{Algo, Explanation, Situation, explain};
-use crate::coll::{Buffer, Schedule, pairwise};
+use crate::coll::{Buffer, Place, Schedule, pairwise};
 use crate::controller::Session;
 use crate::endpoint::OpId;
 use crate::exec::{Buffers, ExecError, Mesh};
@@ -94,12 +94,33 @@ pub(super) struct Mark {
     at: Instant,
 }
 
+/// Connections between ranks, and how many operations ran over them by schedules.
+pub(super) struct Lines {
+    pub(super) mesh: Mesh,
+    pub(super) scheduled: u64,
+}
+
+impl Lines {
+    pub(super) const fn new(mesh: Mesh) -> Self {
+        Self { mesh, scheduled: 0 }
+    }
+}
+
 /// What a communicator is made of.
 pub(super) struct Core {
     pub(super) config: JoinConfig,
     pub(super) situation: Situation,
     pub(super) tree: Option<Tree>,
-    pub(super) mesh: Mesh,
+    pub(super) place: Place,
+    /// How many ranks have this one's address.
+    pub(super) ranks_here: usize,
+    /// The ways between ranks for what the program calls; none while they are at work.
+    pub(super) calls: Option<Lines>,
+    /// The same for repairs, which may come while a call waits for a rank that repairs: a schedule that is under way
+    /// stays as it is meanwhile.
+    pub(super) repairs: Option<Lines>,
+    /// What had been sent over `calls` when they were put to work.
+    pub(super) called_bytes: u64,
     pub(super) session: Option<Session>,
     pub(super) lost: std::sync::Arc<Lost>,
     /// Buffers of started operations that are in the tree.
@@ -110,8 +131,6 @@ pub(super) struct Core {
     next_handle: u64,
     /// Operations below are complete in the tree.
     pub(super) completed_below: u64,
-    /// Operations that ran by a schedule.
-    pub(super) scheduled: u64,
     /// How many trees this communicator has lost and got over, or moved to.
     pub(super) view: u32,
     /// The view of the job, as the controller counts.
@@ -133,10 +152,10 @@ impl std::fmt::Debug for Core {
 
 impl Core {
     pub(super) fn new(
-        config: JoinConfig,
+        (config, place, ranks_here): (JoinConfig, Place, usize),
         situation: Situation,
         tree: Option<Tree>,
-        mesh: Mesh,
+        (calls, repairs): (Lines, Lines),
         session: Session,
         lost: std::sync::Arc<Lost>,
     ) -> Self {
@@ -144,7 +163,11 @@ impl Core {
             config,
             situation,
             tree,
-            mesh,
+            place,
+            ranks_here,
+            calls: Some(calls),
+            repairs: Some(repairs),
+            called_bytes: 0,
             session: Some(session),
             lost,
             owned: BTreeMap::new(),
@@ -152,7 +175,6 @@ impl Core {
             schedules: VecDeque::new(),
             next_handle: 0,
             completed_below: 0,
-            scheduled: 0,
             view: 0,
             job_view: 0,
             past_bytes: 0,
@@ -197,7 +219,7 @@ impl Core {
         options: &CallOptions,
     ) -> Result<Outcome, Error> {
         self.usable()?;
-        let extent = Extent::of(&desc, self.mesh.place())?;
+        let extent = Extent::of(&desc, self.place)?;
         extent.check(&desc, buffers)?;
         let (deadline, before) = (self.deadline(options), self.mark());
         self.begin_call(deadline).map_err(|error| self.end(error, &desc, before))?;
@@ -239,7 +261,22 @@ impl Core {
         let schedule = self.schedule(desc, path, &buffers)?;
         self.run_started(deadline)?;
         let told = self.tell_tree(desc, path)?;
-        let result = self.run_schedule((desc, path), &schedule, buffers, deadline);
+        self.run_told((desc, path), &schedule, buffers, told, deadline)
+    }
+
+    /// Run a schedule of which the tree was told.
+    fn run_told(
+        &mut self,
+        way: (&OpDesc, Path),
+        schedule: &Schedule,
+        buffers: Buffers<'_>,
+        told: Option<OpId>,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let view = self.view;
+        let result = self.run_schedule(way, schedule, buffers, deadline);
+        // Another tree knows nothing of it.
+        let told = told.filter(|_| self.view == view);
         result.map_err(|error| self.verdict(told, error, deadline))
     }
 
@@ -256,7 +293,7 @@ impl Core {
         self.usable()?;
         let collective = Collective::AllToAllV;
         let desc = OpDesc { collective, dtype: Some(dtype), op: None, root: Rank(0), count: 0 };
-        let schedule = pairwise::all_to_all_v(self.mesh.place(), send_counts, recv_counts)
+        let schedule = pairwise::all_to_all_v(self.place, send_counts, recv_counts)
             .map_err(|error| Error::Argument(error.to_string()))?;
         check_uneven(&schedule, dtype, &buffers)?;
         let deadline = self.deadline(options);
@@ -265,8 +302,7 @@ impl Core {
         let begins = self.begin_call(deadline).and_then(|()| self.run_started(deadline));
         let result = begins.and_then(|()| {
             let told = self.tell_tree(&desc, path)?;
-            let result = self.run_schedule((&desc, path), &schedule, buffers, deadline);
-            result.map_err(|error| self.verdict(told, error, deadline))
+            self.run_told((&desc, path), &schedule, buffers, told, deadline)
         });
         result.map_err(|error| self.end(error, &desc, begun))?;
         Ok(self.outcome((path, None), None, begun))
@@ -275,10 +311,14 @@ impl Core {
     /// Start an operation in buffers that the communicator owns until it is waited for.
     pub(super) fn start(&mut self, desc: OpDesc, mut owned: Owned, options: &CallOptions) -> Result<u64, Error> {
         self.usable()?;
-        let extent = Extent::of(&desc, self.mesh.place())?;
+        let extent = Extent::of(&desc, self.place)?;
         extent.check(&desc, &owned.lend())?;
         let (deadline, before) = (self.deadline(options), self.mark());
-        self.begin_call(deadline).map_err(|error| self.end(error, &desc, before))?;
+        // A tree that is known to be lost takes nothing.
+        let lost = self.tree_error().filter(|error| self.is_repairable(error));
+        let ready = lost.map_or(Ok(()), |error| self.repair(None, &error, deadline).map(|_| ()));
+        let ready = ready.and_then(|()| self.begin_call(deadline));
+        ready.map_err(|error| self.end(error, &desc, before))?;
         let (path, fallback) = self.choose(&desc, options)?;
         let mut scaled = Vec::new();
         premultiply(&desc, &extent, &mut owned.lend(), options, &mut scaled)?;
@@ -309,7 +349,7 @@ impl Core {
     pub(super) fn launch(&mut self, handle: u64, started: &mut Started, mut owned: Owned) -> Result<(), Error> {
         let (desc, path) = (started.desc, started.path);
         if path == Path::Tree {
-            let extent = Extent::of(&desc, self.mesh.place())?;
+            let extent = Extent::of(&desc, self.place)?;
             extent.keep_own(&desc, &mut owned.lend());
             if let Some((op, transfer)) = self.post(&desc, path, Some((&extent, &mut owned.lend())))? {
                 (started.tree_op, started.transfer) = (Some(op), Some(transfer));
@@ -416,12 +456,13 @@ impl Core {
         let Some(handle) = self.schedules.pop_front() else { return Ok(()) };
         let Some(mut started) = self.started.remove(&handle) else { return Ok(()) };
         let (desc, path) = (started.desc, started.path);
+        // A number that the tree may not have any more when this has run.
+        let told = started.tree_op.take();
         let result = started.buffers.as_mut().map_or(Ok(()), |owned| {
             let buffers = owned.lend();
             let schedule = self.schedule(&desc, path, &buffers)?;
-            self.run_schedule((&desc, path), &schedule, buffers, deadline)
+            self.run_told((&desc, path), &schedule, buffers, told, deadline)
         });
-        let result = result.map_err(|error| self.verdict(started.tree_op, error, deadline));
         let result = result.map_err(|error| self.end(error, &desc, started.begun));
         let outcome = self.outcome((path, None), started.fallback.clone(), started.begun);
         started.finished = Some(result.clone().map(|()| outcome));
@@ -470,11 +511,17 @@ impl Core {
         (Instant::now() + limit, limit)
     }
 
+    /// Return what was sent to other ranks past the tree.
+    fn sent_bytes(&self) -> u64 {
+        let calls = self.calls.as_ref().map_or(self.called_bytes, |lines| lines.mesh.sent_bytes());
+        calls + self.repairs.as_ref().map_or(0, |lines| lines.mesh.sent_bytes())
+    }
+
     fn mark(&self) -> Mark {
         let stats = self.tree.as_ref().map(Tree::stats).unwrap_or_default();
         Mark {
             view: self.view,
-            wire_bytes: self.past_bytes + stats.bytes_out + self.mesh.sent_bytes(),
+            wire_bytes: self.past_bytes + stats.bytes_out + self.sent_bytes(),
             retransmits: self.past_retransmits + stats.retransmits,
             at: Instant::now(),
         }

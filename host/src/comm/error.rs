@@ -126,6 +126,14 @@ impl Error {
         }
     }
 
+    /// The same as the end of a communicator: what is harmless before anything was done is not any more.
+    pub(super) fn ending(self) -> Self {
+        if !self.is_harmless() {
+            return self;
+        }
+        Self::Schedule(ExecError::Invalid { what: format!("a repair came to nothing: {self}") })
+    }
+
     /// Tell whether it is the tree that is lost, which a schedule does not need.
     pub(super) const fn is_loss_of_tree(&self) -> bool {
         matches!(self, Self::PathLost | Self::GroupLost | Self::DeviceLost { .. } | Self::Device { .. })
@@ -148,6 +156,21 @@ impl From<ExecError> for Error {
             ExecError::RankLost { rank } => Self::RankLost { rank },
             ExecError::Invalid { what } => Self::Argument(what),
             other => Self::Schedule(other),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A repair that fails has left ranks at different points, whatever it failed with.
+    #[test]
+    fn what_ends_a_repair_ends_the_communicator() {
+        for error in [Error::Argument("no schedule".into()), Error::PathLost, Error::Cancelled] {
+            let text = error.to_string();
+            let ending = error.ending();
+            assert!(!ending.is_harmless() && ending.to_string().contains(&text), "{ending}");
         }
     }
 }

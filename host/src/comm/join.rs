@@ -1,6 +1,6 @@
 //! How a rank becomes a member.
 
-use super::core::Core;
+use super::core::{Core, Lines};
 use super::lost::Lost;
 use super::tree::{Tree, seating};
 use crate::choice::{Algo, Declared, Situation};
@@ -158,10 +158,8 @@ pub enum JoinError {
 
 /// Join: returns what a communicator is made of.
 pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
-    let listener = TcpListener::bind((config.bind, 0));
-    let listen = |source| JoinError::Listen { addr: config.bind, source };
-    let listener = listener.map_err(listen)?;
-    let mesh_addr = listener.local_addr().map_err(listen)?;
+    let (listener, mesh_addr) = listen(config.bind)?;
+    let (repair_listener, repair_addr) = listen(config.bind)?;
     let port = UdpPort::bind(SocketAddr::new(config.bind, 0), &config.udp)?;
     let (rank, world) = (Rank(config.rank), config.world);
     let request = JoinRequest {
@@ -171,6 +169,7 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         host: config.host.clone(),
         order: config.order,
         mesh_addr,
+        repair_addr,
         max_packet_len_bytes: u32::try_from(port.capabilities().max_packet_len_bytes).unwrap_or(u32::MAX),
         attach: config.attach,
         machine: (config.attach != Attach::Udp).then(sumac_hal::shm::machine).flatten(),
@@ -195,7 +194,9 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     let (session, membership) = Session::join(config.controller, request, config.join_timeout, on_notice)?;
     let place = Place::new(rank, world).map_err(|error| JoinError::Membership(error.to_string()))?;
     let ranks_here = membership.mesh.iter().filter(|addr| addr.ip() == mesh_addr.ip()).count();
-    let mesh = Mesh::new(place, JobToken(membership.mesh_token), listener, membership.mesh)?;
+    let token = JobToken(membership.mesh_token);
+    let calls = Lines::new(Mesh::new(place, token, listener, membership.mesh)?);
+    let repairs = Lines::new(Mesh::new(place, token, repair_listener, membership.repair_mesh)?);
     let situation = Situation {
         ranks: world,
         order: config.order,
@@ -220,7 +221,13 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
             None
         }
     };
-    Ok(Core::new(config, situation, tree, mesh, session, lost))
+    Ok(Core::new((config, place, ranks_here), situation, tree, (calls, repairs), session, lost))
+}
+
+/// Listen for the connections of other ranks.
+fn listen(addr: IpAddr) -> Result<(TcpListener, SocketAddr), JoinError> {
+    let bound = TcpListener::bind((addr, 0)).and_then(|listener| Ok((listener.local_addr()?, listener)));
+    bound.map(|(addr, listener)| (listener, addr)).map_err(|source| JoinError::Listen { addr, source })
 }
 
 /// Take this rank's seat in a tree.
@@ -243,7 +250,7 @@ fn take_seat(
 /// Take this rank's seat in a later tree of its communicator.
 pub(super) fn enter(
     config: &JoinConfig,
-    mesh: &Mesh,
+    ranks_here: usize,
     tree: TreeMembership,
     table_version: u32,
     lost: &Lost,
@@ -253,7 +260,7 @@ pub(super) fn enter(
     }
     let port = UdpPort::bind(SocketAddr::new(config.bind, 0), &config.udp)?;
     lost.set_wakers(Some(port.waker()), None);
-    take_seat(config, &tree, mesh.ranks_at(config.bind), table_version, (port, lost))
+    take_seat(config, &tree, ranks_here, table_version, (port, lost))
 }
 
 /// Put an endpoint on the data port.

@@ -76,17 +76,27 @@ impl Lost {
 
     /// Repair this communicator if none of its calls does.
     pub(super) fn serve(&self, core: &Arc<Mutex<Core>>) {
-        // Set once, when it has joined; what was asked for before is done by its first call.
+        // Set once, when it has joined.
         let _ = self.core.set(Arc::downgrade(core));
+        // What was asked for before found nobody to do it.
+        if let Some(view) = self.repair_wanted().checked_sub(1) {
+            self.repair(view);
+        }
     }
 
     /// The controller says that the tree of a view is lost.
     pub(super) fn repair(&self, view: u32) {
         self.repairs.fetch_max(view.saturating_add(1), Ordering::Release);
         self.wake();
-        let Some(core) = self.core.get().and_then(Weak::upgrade) else { return };
-        // Waits for a call that runs, which then has repaired it; the caller's thread has more to read.
-        let served = thread::Builder::new().name("repair".into()).spawn(move || super::lock(&core).serve_repair(view));
+        let Some(core) = self.core.get().cloned() else { return };
+        // Waits for a call that runs, which then has repaired it; the caller's thread has more to read. Nor may the last of
+        // a communicator end there: it waits for that thread.
+        let serve = move || {
+            if let Some(core) = core.upgrade() {
+                super::lock(&core).serve_repair(view);
+            }
+        };
+        let served = thread::Builder::new().name("repair".into()).spawn(serve);
         if let Err(error) = served {
             tracing::error!(%error, view, "no thread for a repair: this rank takes part with its next call");
         }

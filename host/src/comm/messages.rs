@@ -5,7 +5,6 @@
 
 use super::core::Core;
 use super::{CallOptions, Communicator, Element, Error, lock};
-use crate::exec::ExecError;
 use crate::exec::message::{self, Direction, Message, MessageBuffer, Ticket};
 use std::any::Any;
 use std::marker::PhantomData;
@@ -115,11 +114,9 @@ impl<T: Element> MessageBuffer for Typed<T> {
 impl Core {
     fn transfer(&mut self, messages: &mut [Message<'_>], options: &CallOptions) -> Result<(), Error> {
         self.usable()?;
-        let (deadline, _) = self.deadline(options);
-        let result = {
-            let (mesh, mut along) = self.along();
-            message::transfer(mesh, messages, deadline, &mut along)
-        };
+        let deadline = self.deadline(options);
+        let result =
+            self.beside(deadline, |lines, along| message::transfer(&mut lines.mesh, messages, deadline.0, along));
         self.message_result(result)
     }
 
@@ -131,30 +128,22 @@ impl Core {
         buffer: Box<dyn MessageBuffer>,
     ) -> Result<Ticket, Error> {
         self.usable()?;
-        let ticket = self.mesh.post(peer, direction, tag, buffer)?;
-        let result = {
-            let (mesh, mut along) = self.along();
-            message::poll(mesh, &mut along)
-        };
-        self.message_result(result)?;
-        Ok(ticket)
+        let deadline = self.deadline(&CallOptions::default());
+        let result = self.beside(deadline, |lines, along| {
+            let ticket = lines.mesh.post(peer, direction, tag, buffer)?;
+            message::poll(&mut lines.mesh, along).map(|()| ticket)
+        });
+        self.message_result(result)
     }
 
     fn wait_message(&mut self, ticket: Ticket, options: &CallOptions) -> Result<Box<dyn MessageBuffer>, Error> {
-        let (deadline, _) = self.deadline(options);
-        let result = {
-            let (mesh, mut along) = self.along();
-            message::wait(mesh, ticket, deadline, &mut along)
-        };
+        let deadline = self.deadline(options);
+        let result = self.beside(deadline, |lines, along| message::wait(&mut lines.mesh, ticket, deadline.0, along));
         self.message_result(result)
     }
 
     /// A message that fails ends the communicator, unless nothing was sent.
-    fn message_result<R>(&mut self, result: Result<R, ExecError>) -> Result<R, Error> {
-        result.map_err(|error| {
-            let error = if self.lost.is_cancelled() { Error::Cancelled } else { Error::from(error) };
-            self.note_end(&error);
-            error
-        })
+    fn message_result<R>(&mut self, result: Result<R, Error>) -> Result<R, Error> {
+        result.inspect_err(|error| self.note_end(error))
     }
 }

@@ -1,16 +1,14 @@
 //! How operations come on: packets of the tree, and schedules that run in the order of posting.
 //!
 //! Progress is made by whoever calls: `wait`, `test` and blocking calls drive the tree's endpoint; a schedule runs
-//! when it is waited for, and drives the endpoint meanwhile.
+//! when it is waited for, and drives the endpoint meanwhile, and repairs it if it is lost.
 
-use super::core::{Core, InTree};
+use super::core::{Core, InTree, Lines};
 use super::error::Error;
 use super::extent::Extent;
-use super::lost::Lost;
-use super::tree::Tree;
 use crate::coll::{ALGORITHMS, Problem, Schedule, pairwise};
-use crate::endpoint::{self, EndpointError, Event, OpId};
-use crate::exec::{Buffers, Context, ExecError, Interrupt, Mesh, execute};
+use crate::endpoint::{self, Event, OpId};
+use crate::exec::{Buffers, Context, ExecError, Interrupt, execute};
 use crate::reference::Transfer;
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
@@ -135,7 +133,8 @@ impl Core {
         Ok(wait)
     }
 
-    fn tree_error(&self) -> Option<Error> {
+    /// Return why the tree is at its end, if it is.
+    pub(super) fn tree_error(&self) -> Option<Error> {
         self.tree.as_ref().and_then(|tree| tree.error().map(|error| tree.named(error)))
     }
 
@@ -181,16 +180,16 @@ impl Core {
                     format!("{count} elements in place are not {ranks} equal blocks; use an input and an output");
                 return Err(Error::Argument(what));
             }
-            return Ok(pairwise::all_to_all_in_place(self.mesh.place(), count / ranks));
+            return Ok(pairwise::all_to_all_in_place(self.place, count / ranks));
         }
         let of = ALGORITHMS.iter().filter(|algorithm| algorithm.pattern.collective() == desc.collective);
         let algorithm = of.into_iter().find(|algorithm| path == Path::Local || algorithm.path() == path);
         let no_schedule = || Error::Argument(format!("{} is no schedule for {}", path.name(), desc.collective));
-        let problem =
-            Problem { place: self.mesh.place(), count, root: desc.root, tree: self.situation.declared.tree() };
+        let problem = Problem { place: self.place, count, root: desc.root, tree: self.situation.declared.tree() };
         Ok((algorithm.ok_or_else(no_schedule)?.schedule)(&problem))
     }
 
+    /// Run a schedule of what the program calls.
     pub(super) fn run_schedule(
         &mut self,
         (desc, path): (&OpDesc, Path),
@@ -198,22 +197,51 @@ impl Core {
         buffers: Buffers<'_>,
         deadline: Deadline,
     ) -> Result<(), Error> {
-        let kernel = desc.dtype.zip(desc.op).and_then(|(dtype, op)| Kernel::new(dtype, op));
-        let ctx = Context {
-            op_index: self.scheduled,
-            signature: desc.signature(path, self.situation.table.version),
-            desc: *desc,
-            path,
-            deadline: deadline.0,
-        };
-        self.scheduled += 1;
-        let (mesh, mut along) = self.along();
-        // What is told to the tree leaves before the schedule begins.
-        let told = along.check();
-        let result = told.and_then(|()| execute(mesh, schedule, kernel.as_ref(), buffers, &ctx, &mut along));
-        let mismatch = along.mismatch;
-        match (result, mismatch) {
-            (Err(_), Some(error)) => Err(Error::in_tree(error, "the leaf")),
+        let kernel = kernel(desc);
+        let table_version = self.situation.table.version;
+        self.beside(deadline, |lines, along| {
+            let ctx = lines.next((desc, path), table_version, deadline);
+            // What is told to the tree leaves before the schedule begins.
+            along.check()?;
+            execute(&mut lines.mesh, schedule, kernel.as_ref(), buffers, &ctx, along)
+        })
+    }
+
+    /// Run a schedule of a repair: there is no tree.
+    pub(super) fn run_repairing(
+        &mut self,
+        (desc, path): (&OpDesc, Path),
+        schedule: &Schedule,
+        buffers: Buffers<'_>,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let table_version = self.situation.table.version;
+        let Some(mut lines) = self.repairs.take() else { return Err(at_work()) };
+        let ctx = lines.next((desc, path), table_version, deadline);
+        let kernel = kernel(desc);
+        let mut along = self.along(deadline);
+        let result = execute(&mut lines.mesh, schedule, kernel.as_ref(), buffers, &ctx, &mut along);
+        self.repairs = Some(lines);
+        match result {
+            Err(_) if self.lost.is_cancelled() => Err(Error::Cancelled),
+            result => Ok(result?),
+        }
+    }
+
+    /// Put the ways between ranks to work, with the tree beside them.
+    pub(super) fn beside<R>(
+        &mut self,
+        deadline: Deadline,
+        work: impl FnOnce(&mut Lines, &mut Along<'_>) -> Result<R, ExecError>,
+    ) -> Result<R, Error> {
+        let Some(mut lines) = self.calls.take() else { return Err(at_work()) };
+        self.called_bytes = lines.mesh.sent_bytes();
+        let mut along = self.along(deadline);
+        let result = work(&mut lines, &mut along);
+        let ended = along.ended.take();
+        self.calls = Some(lines);
+        match (result, ended) {
+            (Err(_), Some(error)) => Err(error),
             (Err(_), None) if self.lost.is_cancelled() => Err(Error::Cancelled),
             (result, _) => Ok(result?),
         }
@@ -227,7 +255,7 @@ impl Core {
         };
         let limit = Instant::now() + VERDICT;
         let deadline = (at.min(limit), VERDICT);
-        while told.0 >= self.completed_below {
+        while self.tree.is_some() && told.0 >= self.completed_below {
             match self.step(None, deadline) {
                 Ok(()) => {}
                 Err(word @ Error::Mismatch { .. }) => return word,
@@ -237,74 +265,102 @@ impl Core {
         error
     }
 
-    /// Return the connections for schedules, and the tree as what is driven beside them.
-    pub(super) fn along(&mut self) -> (&mut Mesh, Along<'_>) {
-        let along = Along {
-            tree: self.tree.as_mut(),
-            owned: &mut self.owned,
-            completed_below: &mut self.completed_below,
-            rank: Rank(self.config.rank),
-            lost: &self.lost,
-            job: &self.config.job,
-            wake_at: None,
-            lost_since: None,
-            mismatch: None,
-        };
-        (&mut self.mesh, along)
+    fn along(&mut self, deadline: Deadline) -> Along<'_> {
+        let checked = Instant::now();
+        Along { core: self, deadline, wake_at: None, checked, lost_since: None, is_loss_told: false, ended: None }
     }
 }
 
-/// The rank's end of the tree, driven from within a schedule's poll loop.
+impl Lines {
+    /// Begin the next operation.
+    fn next(&mut self, (desc, path): (&OpDesc, Path), table_version: u32, (deadline, _): Deadline) -> Context {
+        self.scheduled += 1;
+        let signature = desc.signature(path, table_version);
+        Context { op_index: self.scheduled - 1, signature, desc: *desc, path, deadline }
+    }
+}
+
+fn kernel(desc: &OpDesc) -> Option<Kernel> {
+    desc.dtype.zip(desc.op).and_then(|(dtype, op)| Kernel::new(dtype, op))
+}
+
+/// A call has panicked in the middle of its work.
+fn at_work() -> Error {
+    Error::Schedule(ExecError::Invalid { what: "the connections to other ranks went with an earlier call".into() })
+}
+
+/// The rank's end of the tree, driven from within a schedule's poll loop; and repaired, as other ranks may have to
+/// repair before they come to what this one waits for.
 pub(super) struct Along<'c> {
-    tree: Option<&'c mut Tree>,
-    owned: &'c mut BTreeMap<OpId, InTree>,
-    completed_below: &'c mut u64,
-    rank: Rank,
-    lost: &'c Lost,
-    job: &'c str,
+    core: &'c mut Core,
+    deadline: Deadline,
     wake_at: Option<Instant>,
+    /// When it was last looked at.
+    checked: Instant,
     /// When a lost rank was first seen: what it had sent may still complete the schedule for a while.
     lost_since: Option<Instant>,
-    mismatch: Option<EndpointError>,
+    is_loss_told: bool,
+    /// What the tree or its repair ended with.
+    ended: Option<Error>,
+}
+
+impl Along<'_> {
+    /// End what runs beside with an error.
+    fn end(&mut self, error: Error) -> ExecError {
+        let reason = error.to_string();
+        self.ended = Some(error);
+        ExecError::Interrupted { rank: Rank(self.core.config.rank), reason }
+    }
+
+    /// Deal with the end of the tree.
+    fn on_tree_error(&mut self, error: Error) -> Result<(), ExecError> {
+        if matches!(error, Error::Mismatch { .. }) {
+            return Err(self.end(error));
+        }
+        if self.core.is_repairable(&error) {
+            return self.core.repair(None, &error, self.deadline).map(|_| ()).map_err(|error| self.end(error));
+        }
+        if !std::mem::replace(&mut self.is_loss_told, true) {
+            // The schedule does not need the tree; whoever uses it next hears of its loss.
+            let (job, rank) = (&self.core.config.job, self.core.config.rank);
+            tracing::warn!(job, rank, %error, "the tree is lost during a schedule");
+        }
+        Ok(())
+    }
 }
 
 impl Interrupt for Along<'_> {
     fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.tree.as_ref().and_then(|tree| tree.poll_fd())
+        self.core.tree.as_ref().and_then(|tree| tree.poll_fd())
     }
 
     fn check(&mut self) -> Result<(), ExecError> {
-        if self.lost.is_cancelled() {
-            return Err(ExecError::Interrupted { rank: self.rank, reason: "cancelled".into() });
+        let rank = Rank(self.core.config.rank);
+        if self.core.lost.is_cancelled() {
+            return Err(ExecError::Interrupted { rank, reason: "cancelled".into() });
         }
         // A rank that has no connection yet can't be missed by its end: the controller's word is all there is.
-        if let Some(rank) = self.lost.rank()
+        if let Some(rank) = self.core.lost.rank()
             && self.lost_since.get_or_insert_with(Instant::now).elapsed() >= GRACE
         {
             return Err(ExecError::RankLost { rank });
         }
-        let Some(tree) = &mut self.tree else { return Ok(()) };
-        let next = tree.pump(&mut InFlight { owned: &mut *self.owned, lent: None });
-        self.wake_at = tree.look_after(next).map(|next| Instant::now() + next);
-        while let Some(event) = tree.poll_event() {
-            match event {
-                Event::Completed(op) => *self.completed_below = op.0 + 1,
-                Event::Failed(error @ EndpointError::Mismatch { .. }) => {
-                    self.mismatch = Some(error);
-                    return Err(ExecError::Interrupted { rank: self.rank, reason: error.to_string() });
-                }
-                // The schedule does not need the tree; whoever uses it next hears of its loss.
-                Event::Failed(error) => {
-                    tracing::warn!(job = self.job, rank = self.rank.0, %error, "the tree is lost during a schedule");
-                }
-            }
+        self.checked = Instant::now();
+        let next = self.core.pump(None);
+        let is_wanted = self.core.lost.repair_wanted() > self.core.view;
+        let error = self.core.tree_error().or(is_wanted.then_some(Error::PathLost));
+        if let Some(error) = error.filter(|_| self.core.tree.is_some()) {
+            self.on_tree_error(error)?;
         }
+        let next = self.core.tree.as_ref().and_then(|tree| tree.look_after(next));
+        self.wake_at = next.map(|next| Instant::now() + next);
         Ok(())
     }
 
-    /// A wish to cancel and the word that a rank is lost wake the tree's port, which an executor does not wait for: it has a look now and then.
+    /// A wish to cancel, the word that a rank is lost and the word that a tree is, wake the tree's port, which an executor
+    /// does not wait for: it has a look now and then.
     fn wake_at(&self) -> Option<Instant> {
-        let look = Instant::now() + CANCEL_LATENCY;
+        let look = self.checked + CANCEL_LATENCY;
         Some(self.wake_at.map_or(look, |at| at.min(look)))
     }
 }

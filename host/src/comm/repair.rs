@@ -1,8 +1,10 @@
 //! What a communicator does when its tree is lost under operations: complete what all ranks had entered, go on without
 //! that tree, or with another ([`crate::repair`] says what is done about which chunk).
 //!
-//! A repair is made by all ranks together, over their own connections: by those that wait for an operation within their
-//! call, by the others on a thread that the controller's word starts. In order:
+//! A repair is made by all ranks together, over connections that are for repairs alone: by those that wait for an
+//! operation within their call, be it one that runs by a schedule or a message, and by the others on a thread that the
+//! controller's word starts. A schedule that is under way rests meanwhile, as other ranks may come to it only when their
+//! earlier operations are repaired; so it shares neither connections nor numbers with repairs. In order:
 //! 1. freeze: nothing is taken in from the tree any more, and the device no longer writes; what it had published is landed;
 //! 2. ledgers: everybody tells everybody what it has;
 //! 3. pieces: what is missing is moved or computed again, and landed, whole chunks at a time;
@@ -20,8 +22,8 @@ use super::progress::{Deadline, InFlight, Lent};
 use super::tree::Tree;
 use crate::choice::{Algo, Declared, Situation, explain};
 use crate::controller::proto::Membership;
-use crate::endpoint::OpId;
-use crate::exec::Buffers;
+use crate::endpoint::{OpId, Ops};
+use crate::exec::{Buffers, ExecError};
 use crate::repair::{self, Ledger, Piece, Source, Unrepairable};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -35,7 +37,8 @@ const BATCH_BYTES: usize = 8 << 20;
 /// The longest ledger that is taken from a peer: runs of chunks, not chunks.
 const LEDGER_MAX_BYTES: u64 = 1 << 20;
 
-/// How long the controller may take for another tree; without one, schedules take over.
+/// How long the controller may take for another tree, and at most half of what is left of the call's time: all ranks
+/// still have to agree afterwards. Without one, schedules take over.
 const REPLAN_LIMIT: Duration = Duration::from_secs(6);
 
 /// A tree that the controller has found, and what goes with it.
@@ -64,7 +67,7 @@ impl Core {
         deadline: Deadline,
     ) -> Result<OpId, Error> {
         let Some(mut tree) = self.tree.take() else { return Err(cause.clone()) };
-        let (began, sent_before) = (Instant::now(), self.mesh.sent_bytes());
+        let (began, sent_before) = (Instant::now(), self.repair_bytes());
         let (job, rank, view) = (self.config.job.clone(), self.config.rank, self.view);
         tracing::warn!(job, rank, view, %cause, "the tree is lost: repairing");
         if let Some(session) = &self.session {
@@ -86,17 +89,21 @@ impl Core {
             Err(error) => {
                 tracing::warn!(job, rank, view, %error, "the repair failed");
                 self.tree = Some(tree);
-                return Err(error);
+                return Err(error.ending());
             }
         };
         let ops = tree.remains().ops();
         let completed_below = ops.in_flight().find(|op| op.end() > cut).map_or(ops.next_id(), |op| op.id);
         self.install(found);
-        let (took, repair_bytes) = (began.elapsed(), self.mesh.sent_bytes() - sent_before);
+        let (took, repair_bytes) = (began.elapsed(), self.repair_bytes() - sent_before);
         let on = self.tree.as_ref().map_or("schedules", |_| "another tree");
         tracing::warn!(job, rank, view, repair_bytes, took_ms = took.as_millis() as u64, on, "repaired");
         self.relaunch(completed_below);
         Ok(completed_below)
+    }
+
+    fn repair_bytes(&self) -> u64 {
+        self.repairs.as_ref().map_or(0, |lines| lines.mesh.sent_bytes())
     }
 
     /// Repair because another rank has asked for it, outside of any call.
@@ -118,7 +125,8 @@ impl Core {
         cause: &Error,
         deadline: Deadline,
     ) -> Result<u64, Error> {
-        let ledgers = self.exchange(&repair::ledger(tree.remains()), deadline)?;
+        let remains = tree.remains();
+        let ledgers = self.exchange(&repair::ledger(remains), remains.ops(), deadline)?;
         let plan = repair::plan(&ledgers).map_err(|why| match why {
             Unrepairable::Mismatch { first, other } => Error::mismatch(first, other),
             why => {
@@ -133,13 +141,16 @@ impl Core {
     }
 
     /// Give every rank every rank's ledger.
-    fn exchange(&mut self, ledger: &Ledger, deadline: Deadline) -> Result<Vec<Ledger>, Error> {
-        let broken = |what: String| Error::Argument(format!("a rank's ledger for the repair {what}"));
-        let own = postcard::to_allocvec(ledger).map_err(|error| broken(error.to_string()))?;
+    fn exchange(&mut self, ledger: &Ledger, ops: &Ops, deadline: Deadline) -> Result<Vec<Ledger>, Error> {
+        let own_rank = Rank(self.config.rank);
+        let broken =
+            |rank, what: String| Error::Schedule(ExecError::Protocol { rank, what: format!("its ledger {what}") });
+        let own = postcard::to_allocvec(ledger).map_err(|error| broken(own_rank, error.to_string()))?;
         let lens = self.gather_words(own.len() as u64, deadline)?;
-        let most = lens.iter().copied().max().unwrap_or(0);
+        let (rank, most) =
+            (0..).map(Rank).zip(lens.iter().copied()).max_by_key(|(_, len)| *len).unwrap_or((own_rank, 0));
         if most > LEDGER_MAX_BYTES {
-            return Err(broken(format!("is {most} bytes long, more than {LEDGER_MAX_BYTES}")));
+            return Err(broken(rank, format!("is {most} bytes long, more than {LEDGER_MAX_BYTES}")));
         }
         let most = most as usize;
         let mut block = own;
@@ -147,11 +158,12 @@ impl Core {
         let mut all = vec![0; most * lens.len()];
         let desc = OpDesc::all_gather(Dtype::U8, all.len() as u64);
         self.by_schedule(&desc, Buffers::Separate { input: &block, output: &mut all }, deadline)?;
-        let parse = |bytes: &[u8]| {
-            let ledger: Ledger = postcard::from_bytes(bytes).map_err(|error| broken(error.to_string()))?;
-            ledger.is_sound().then_some(ledger).ok_or_else(|| broken("makes no sense".into()))
+        let parse = |(rank, bytes): (Rank, &[u8])| {
+            let ledger: Ledger = postcard::from_bytes(bytes).map_err(|error| broken(rank, error.to_string()))?;
+            let is_sound = ledger.is_sound(self.config.world, |desc| ops.chunks(desc));
+            is_sound.then_some(ledger).ok_or_else(|| broken(rank, "makes no sense".into()))
         };
-        all.chunks(most.max(1)).map(parse).collect()
+        (0..).map(Rank).zip(all.chunks(most.max(1))).map(parse).collect()
     }
 
     /// Give every rank a number of every rank.
@@ -171,7 +183,7 @@ impl Core {
             return Err(why.map_or_else(|| Error::Argument(format!("no schedule for {desc}")), Error::NotPossible));
         };
         let schedule = self.schedule(desc, path, &buffers)?;
-        self.run_schedule((desc, path), &schedule, buffers, deadline)
+        self.run_repairing((desc, path), &schedule, buffers, deadline)
     }
 
     /// Bring the results of a piece to who waits for them.
@@ -281,7 +293,8 @@ impl Core {
             tracing::warn!(job, rank, %why, "no other tree: schedules take over");
             None
         };
-        let limit = at.min(Instant::now() + REPLAN_LIMIT);
+        let now = Instant::now();
+        let limit = now + REPLAN_LIMIT.min(at.saturating_duration_since(now) / 2);
         let membership = match self.session.as_ref()?.replan(self.job_view, limit) {
             Ok(membership) => membership,
             Err(error) => return none(&error),
@@ -302,7 +315,7 @@ impl Core {
         };
         let group = u64::from(place.group.0) + 1;
         let facts = place.facts;
-        match enter(&self.config, &self.mesh, place, table.version, &self.lost) {
+        match enter(&self.config, self.ranks_here, place, table.version, &self.lost) {
             Ok(tree) => {
                 let situation = Situation { tree: Ok(facts), table, declared, ..self.situation.clone() };
                 Some(Found { tree, situation, group })
@@ -312,19 +325,20 @@ impl Core {
     }
 
     /// Started operations of the lost tree: those below are complete, the others begin again, in the order of posting.
+    /// Numbers of the lost tree mean nothing from here on: no buffer stays under one.
     fn relaunch(&mut self, completed_below: OpId) {
         let handles: Vec<u64> = self.started.keys().copied().collect();
         for handle in handles {
             let Some(mut started) = self.started.remove(&handle) else { continue };
             if let Some(op) = started.tree_op.take()
                 && started.path == Path::Tree
-                && started.finished.is_none()
             {
                 let buffers = self.owned.remove(&op).map(|in_tree| in_tree.into_buffers());
-                if op < completed_below {
+                if started.finished.is_some() || op < completed_below {
                     started.buffers = buffers;
                     let way = (started.path, started.transfer);
-                    started.finished = Some(Ok(self.outcome(way, started.fallback.clone(), started.begun)));
+                    let outcome = self.outcome(way, started.fallback.clone(), started.begun);
+                    started.finished.get_or_insert(Ok(outcome));
                 } else if let Some(buffers) = buffers {
                     self.launch_again(handle, &mut started, buffers);
                 }

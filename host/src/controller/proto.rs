@@ -68,6 +68,8 @@ pub struct JoinRequest {
     pub order: Order,
     /// Where its schedules' connections are accepted.
     pub mesh_addr: SocketAddr,
+    /// Where its connections for repairs are accepted, which happen beside schedules that wait.
+    pub repair_addr: SocketAddr,
     /// The longest packet of its data port in bytes.
     pub max_packet_len_bytes: u32,
     /// How it is to reach its leaf; each rank as it likes.
@@ -235,6 +237,8 @@ pub struct Membership {
     pub tree: Result<TreeMembership, String>,
     /// Where each rank's schedules' connections are accepted, in order of rank.
     pub mesh: Vec<SocketAddr>,
+    /// The same of the connections for repairs.
+    pub repair_mesh: Vec<SocketAddr>,
     /// What those connections say first.
     pub mesh_token: u64,
     /// The declared expression, for a declared order: each node's children in order, root first. The tree's, or, where

@@ -93,6 +93,7 @@ impl Job {
     fn tell_places(&self, config: &ControllerConfig, reply: impl Fn(Box<Membership>) -> ClientReply) {
         let Some(placed) = &self.placement else { return };
         let mesh: Vec<_> = self.members.values().map(|member| member.request.mesh_addr).collect();
+        let repair_mesh: Vec<_> = self.members.values().map(|member| member.request.repair_addr).collect();
         // Without a tree in the network all ranks are one node's, so that a declared order means something all the same.
         let flat = || vec![(0..self.world).map(|rank| Child::Rank(Rank(rank))).collect()];
         let expression = placed.as_ref().map_or_else(|_| flat(), Placement::expression);
@@ -100,6 +101,7 @@ impl Job {
             let membership = Membership {
                 tree: placed.as_ref().map(|placement| placement.membership(config, *rank)).map_err(Clone::clone),
                 mesh: mesh.clone(),
+                repair_mesh: repair_mesh.clone(),
                 mesh_token: self.mesh_token,
                 expression: expression.clone(),
                 table: config.table.clone(),

@@ -162,6 +162,7 @@ fn join_in(
                 host: None,
                 order,
                 mesh_addr: SocketAddr::from(([127, 0, 0, 1], 1)),
+                repair_addr: SocketAddr::from(([127, 0, 0, 1], 1)),
                 max_packet_len_bytes: PACKET_LEN,
                 attach,
                 machine: machine.map(text),

@@ -21,7 +21,7 @@ mod snapshot;
 mod tests;
 
 pub use ops::{Buffers, OpId};
-pub(crate) use ops::{Keep, MAX_OPS, Op, Ops, Part, Seat};
+pub(crate) use ops::{Keep, Kept, MAX_OPS, Op, Ops, Part, Seat};
 
 use crate::reference::Breach;
 use crate::repair::Remains;
@@ -350,9 +350,11 @@ impl Endpoint {
     /// Return what this rank keeps of a chunk of an operation that has returned: the chunk's result, or its own
     /// contribution where it does not get that. `None` for a chunk that every rank is known to have, or that belongs
     /// to an operation in flight.
-    pub fn kept(&self, seq: ChunkNo) -> Option<&[u8]> {
+    pub fn kept(&self, seq: ChunkNo) -> Option<Vec<u8>> {
         let kept = self.ops.kept().find(|kept| (kept.from..kept.op.end()).contains(&seq.0))?;
-        Some(kept.of_chunk(seq.0))
+        let mut bytes = Vec::new();
+        self.ops.give_kept(kept, seq.0, &mut bytes);
+        Some(bytes)
     }
 
     /// Return why the group is at its end, if it is.

@@ -86,25 +86,35 @@ pub(crate) enum Keep {
 }
 
 /// An operation that has returned, while other ranks may still lack results of it (PROTOCOL 5).
-#[derive(Debug)]
-#[cfg_attr(feature = "snapshot", derive(Clone, PartialEq, Eq, Hash))]
+#[derive(Debug, Clone, Copy)]
+#[cfg_attr(feature = "snapshot", derive(PartialEq, Eq, Hash))]
 pub(crate) struct Kept {
     pub(crate) op: Op,
     /// The first of its chunks that may be lacking.
     pub(crate) from: u64,
-    /// What is kept of the chunks from there on, one behind the other; empty where it is kept elsewhere.
-    pub(crate) bytes: Vec<u8>,
+    /// How many bytes are kept of the chunks from there on; 0 where they are kept elsewhere.
+    len_bytes: usize,
+    /// Where they begin, counted over all that was ever kept.
+    at: u64,
 }
 
 impl Kept {
-    /// Return what is kept of a chunk.
-    pub(crate) fn of_chunk(&self, seq: u64) -> &[u8] {
-        let before: usize = (self.from..seq).map(|seq| self.op.keep(seq).len()).sum();
-        self.bytes.get(before..before + self.op.keep(seq).len()).unwrap_or_default()
+    /// Tell whether its bytes are kept here.
+    pub(crate) const fn has_bytes(&self) -> bool {
+        self.len_bytes > 0
     }
 }
 
 impl Keep {
+    /// Append the bytes of `op` that are meant.
+    pub(crate) fn retain(self, op: OpId, buffers: &mut impl Buffers, to: &mut VecDeque<u8>) {
+        match self {
+            Self::Nothing => {}
+            Self::Result(range) => to.extend(&buffers.output(op)[range]),
+            Self::Own(range) | Self::Contribution(range) => to.extend(&buffers.input(op)[range]),
+        }
+    }
+
     /// Return how many bytes they are.
     pub(crate) fn len(&self) -> usize {
         match self {
@@ -240,26 +250,6 @@ fn chunks_before(count: u64, blocks: u32, chunk_elements: u64, block: u32) -> u6
     longer * (each + 1).div_ceil(chunk_elements) + (u64::from(block) - longer) * each.div_ceil(chunk_elements)
 }
 
-/// Empty memory to be used again: endpoints that differ in nothing else are alike.
-#[derive(Debug)]
-#[cfg_attr(feature = "snapshot", derive(Clone))]
-struct Spare(Vec<Vec<u8>>);
-
-#[cfg(feature = "snapshot")]
-impl PartialEq for Spare {
-    fn eq(&self, _: &Self) -> bool {
-        true
-    }
-}
-
-#[cfg(feature = "snapshot")]
-impl Eq for Spare {}
-
-#[cfg(feature = "snapshot")]
-impl std::hash::Hash for Spare {
-    fn hash<H: std::hash::Hasher>(&self, _: &mut H) {}
-}
-
 /// The operations in flight.
 #[derive(Debug)]
 #[cfg_attr(feature = "snapshot", derive(Clone, PartialEq, Eq, Hash))]
@@ -267,10 +257,12 @@ pub(crate) struct Ops {
     queue: VecDeque<Op>,
     /// Those that moved elements and have returned, the newest last.
     kept: VecDeque<Kept>,
-    /// How many of `kept` are new: they have not been seen by [`Ops::newly_kept`].
+    /// How many of `kept` are new: they have not been seen by [`Ops::keep_new`].
     unseen: usize,
-    /// Memory of operations that are not kept any more.
-    spare: Spare,
+    /// What is kept of them, one behind the other. As long as the most that was ever kept at once: a window of chunks.
+    retained: VecDeque<u8>,
+    /// How many bytes were ever let go from `retained`.
+    let_go: u64,
     completed: VecDeque<OpId>,
     next_id: u64,
     /// The seq after the last posted.
@@ -285,7 +277,8 @@ impl Ops {
             queue: VecDeque::with_capacity(MAX_OPS),
             kept: VecDeque::with_capacity(MAX_OPS),
             unseen: 0,
-            spare: Spare(Vec::with_capacity(MAX_OPS)),
+            retained: VecDeque::new(),
+            let_go: 0,
             completed: VecDeque::with_capacity(MAX_OPS),
             next_id: 0,
             end: 0,
@@ -302,17 +295,23 @@ impl Ops {
         let id = OpId(self.next_id);
         self.next_id += 1;
         let chunk_elements = if offloaded { self.chunk_elements(&desc) } else { 0 };
-        let seqs = match desc.collective {
-            _ if chunk_elements == 0 => 1,
-            Collective::AllGather => chunks_before(desc.count, self.seat.ranks, chunk_elements, self.seat.ranks),
-            _ => desc.count.div_ceil(chunk_elements),
-        };
+        let seqs = if chunk_elements == 0 { 1 } else { self.chunks(&desc) };
         let first = self.end;
-        self.end += seqs.max(1);
+        self.end += seqs;
         let (end, seat) = (self.end, self.seat);
         self.queue.push_back(Op { id, desc, signature, seat, first, end, landed: 0, chunk_elements });
         self.retire();
         Ok(id)
+    }
+
+    /// Return how many seqs an operation has that goes through the tree.
+    pub(crate) fn chunks(&self, desc: &OpDesc) -> u64 {
+        let seqs = match (self.chunk_elements(desc), desc.collective) {
+            (0, _) => 1,
+            (elements, Collective::AllGather) => chunks_before(desc.count, self.seat.ranks, elements, self.seat.ranks),
+            (elements, _) => desc.count.div_ceil(elements),
+        };
+        seqs.max(1)
     }
 
     /// Return how many elements fit a chunk: as many as their partial results, in the accumulator type (PROTOCOL 1);
@@ -350,8 +349,7 @@ impl Ops {
                 if self.kept.len() == MAX_OPS {
                     self.forget();
                 }
-                let bytes = self.spare.0.pop().unwrap_or_default();
-                self.kept.push_back(Kept { op, from: op.first, bytes });
+                self.kept.push_back(Kept { op, from: op.first, len_bytes: 0, at: 0 });
                 self.unseen = (self.unseen + 1).min(MAX_OPS);
             }
         }
@@ -364,9 +362,9 @@ impl Ops {
     }
 
     fn forget(&mut self) {
-        if let Some(mut kept) = self.kept.pop_front() {
-            kept.bytes.clear();
-            self.spare.0.push(kept.bytes);
+        if let Some(kept) = self.kept.pop_front() {
+            self.retained.drain(..kept.len_bytes);
+            self.let_go += kept.len_bytes as u64;
             self.unseen = self.unseen.min(self.kept.len());
         }
     }
@@ -378,10 +376,34 @@ impl Ops {
         }
     }
 
-    /// Return the operations that are kept since this was called last.
-    pub(crate) fn newly_kept(&mut self) -> impl Iterator<Item = &mut Kept> {
+    /// Keep of the operations that have returned since this was called last what other ranks may lack: of the chunks
+    /// from `stable` on. `is_elsewhere` tells of an operation and its first such chunk whether that can be had without,
+    /// and `retain` appends what [`Op::keep`] says of a chunk.
+    pub(crate) fn keep_new(
+        &mut self,
+        stable: u64,
+        is_elsewhere: impl Fn(&Op, u64) -> bool,
+        mut retain: impl FnMut(&Op, Keep, &mut VecDeque<u8>),
+    ) {
         let seen = self.kept.len() - std::mem::take(&mut self.unseen);
-        self.kept.range_mut(seen..)
+        for Kept { op, from, len_bytes, at } in self.kept.range_mut(seen..) {
+            *from = stable.max(op.first);
+            let before = self.retained.len();
+            *at = self.let_go + before as u64;
+            if !is_elsewhere(op, *from) {
+                (*from..op.end).for_each(|seq| retain(op, op.keep(seq), &mut self.retained));
+            }
+            *len_bytes = self.retained.len() - before;
+        }
+    }
+
+    /// Append to `to` what is kept of a chunk, one of those of `kept` that may be lacking.
+    pub(crate) fn give_kept(&self, kept: &Kept, seq: u64, to: &mut Vec<u8>) {
+        let before: usize = (kept.from..seq).map(|seq| kept.op.keep(seq).len()).sum();
+        if kept.has_bytes() {
+            let first = (kept.at - self.let_go) as usize + before;
+            to.extend(self.retained.range(first..first + kept.op.keep(seq).len()));
+        }
     }
 
     /// Return the operations that have returned and are kept, oldest first.
@@ -423,6 +445,29 @@ mod tests {
             OpDesc::reduce_scatter(dtype, op, count),
             OpDesc::all_gather(dtype, count),
         ]
+    }
+
+    /// However operations of all sizes follow each other, what is kept takes the memory of the most that was ever kept at
+    /// once, and no entry stays.
+    #[test]
+    fn what_is_kept_stays_bounded() {
+        const WINDOW: u64 = 64;
+        let mut ops = Ops::new(CHUNK_LEN, Seat { rank: 0, ranks: 2 });
+        let bytes = [7; CHUNK_LEN];
+        for nth in 0..20_000_u64 {
+            let chunks = if nth % 97 == 0 { WINDOW } else { 1 };
+            ops.post(OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, chunks * 8), 0, true).expect("room");
+            (ops.end() - chunks..ops.end()).for_each(|seq| ops.landed(seq));
+            let stable = ops.end().saturating_sub(WINDOW);
+            ops.forget_below(stable);
+            ops.keep_new(stable, |_, _| false, |_, keep, to| to.extend(&bytes[..keep.len()]));
+            assert!(ops.pop_completed().is_some());
+            assert!(ops.kept.len() <= WINDOW as usize && ops.retained.len() <= 2 * WINDOW as usize * CHUNK_LEN);
+        }
+        let capacity = ops.retained.capacity();
+        assert!(capacity <= 4 * WINDOW as usize * CHUNK_LEN, "{capacity} bytes");
+        ops.forget_below(ops.end());
+        assert_eq!((ops.kept.len(), ops.retained.len()), (0, 0));
     }
 
     proptest! {

@@ -1,6 +1,5 @@
 //! What comes down from the leaf node.
 
-use super::ops::{Keep, Kept};
 use super::{Buffers, Endpoint, EndpointConfig, EndpointError};
 use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::op::OpDesc;
@@ -78,18 +77,7 @@ impl Endpoint {
         if !planted!(self, UnboundedQueue) {
             self.ops.forget_below(stable);
         }
-        for Kept { op, from, bytes } in self.ops.newly_kept() {
-            *from = stable.max(op.first());
-            for seq in *from..op.end() {
-                match op.keep(seq) {
-                    Keep::Nothing => {}
-                    Keep::Result(range) => bytes.extend_from_slice(&buffers.output(op.id)[range]),
-                    Keep::Own(range) | Keep::Contribution(range) => {
-                        bytes.extend_from_slice(&buffers.input(op.id)[range]);
-                    }
-                }
-            }
-        }
+        self.ops.keep_new(stable, |_, _| false, |op, keep, to| keep.retain(op.id, buffers, to));
     }
 
     /// Take in the answer to one chunk, or the Done of a run of them; `None` if nothing of it is new.

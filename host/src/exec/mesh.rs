@@ -13,7 +13,7 @@ use super::watch::Watched;
 use crate::coll::Place;
 use rustix::event::PollFd;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use sumac_hal::ids::Rank;
 
 /// A job's name on its connections: ranks of different jobs refuse each other.
@@ -116,11 +116,6 @@ impl Mesh {
     /// Return the error that ended the mesh, if one did.
     pub const fn error(&self) -> Option<&ExecError> {
         self.poisoned.as_ref()
-    }
-
-    /// Return how many ranks have this address.
-    pub fn ranks_at(&self, ip: IpAddr) -> usize {
-        self.addresses.iter().filter(|addr| addr.ip() == ip).count()
     }
 
     pub(super) const fn rank(&self) -> Rank {

@@ -172,6 +172,13 @@ impl Redo {
         was_read && self.location(slot, view, seq) == location
     }
 
+    /// Tell whether the result of a chunk is published.
+    pub(super) fn is_published(&self, view: (GroupId, Epoch), seq: u64) -> bool {
+        let slot = (seq % self.slots).checked_mul(self.slot_len_bytes);
+        slot.and_then(|slot| slot.checked_add(self.offset_bytes))
+            .is_some_and(|slot| self.location(slot, view, seq).is_some())
+    }
+
     /// Return where the record of a slot says that the result of a chunk is, if it is published.
     fn location(&self, slot: u64, (group, epoch): (GroupId, Epoch), seq: u64) -> Option<u8> {
         let mut bytes = [0; 16];

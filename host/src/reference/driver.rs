@@ -9,7 +9,7 @@ use super::endpoint::{BounceConfig, Places, ReferenceConfig, ReferenceEndpoint};
 use super::error::{AttachError, Breach, RegisterError};
 use super::memory::{Buffer, Registry};
 use super::queue::{Admin, Answered, Ends, Purpose, Waker};
-use super::retire::Life;
+use super::retire::{Fence, Life};
 use crate::endpoint::{Buffers, EndpointError, EndpointStats, Event, OpId, PostError};
 use std::time::{Duration, Instant};
 use sumac_hal::dma::{Address, RegionKey};
@@ -56,6 +56,8 @@ pub struct ReferenceDriver {
     looked: Instant,
     /// The connection has hung up.
     pub(super) gone: bool,
+    /// What keeps the device from writing, once something does.
+    pub(super) fenced: Option<Fence>,
     pub(super) is_retired: bool,
     next_handle: u64,
     pub(super) life: Life,
@@ -109,6 +111,7 @@ impl ReferenceDriver {
             waiter: Waiter::new(Patience::for_this_machine(seating.ranks_here + 2).with_yields(YIELDS)),
             looked: Instant::now(),
             gone: false,
+            fenced: None,
             is_retired: false,
             next_handle: 1,
             life,
@@ -241,7 +244,7 @@ impl ReferenceDriver {
     }
 
     /// Take in a batch of answers; true if there may be more.
-    fn collect(&mut self, buffers: &mut impl Buffers) -> bool {
+    pub(super) fn collect(&mut self, buffers: &mut impl Buffers) -> bool {
         let mut batch = [[0; COMPLETION_WORDS]; BATCH];
         let count = match self.data.completions.pop_batch(&mut batch) {
             Ok(count) => count,
@@ -257,6 +260,8 @@ impl ReferenceDriver {
                 bounce.read(result.from.start, output);
             });
         }
+        let (redo, view) = (&self.redo, (self.config.group, self.config.epoch));
+        self.endpoint.keep(|seq| redo.is_published(view, seq), buffers);
         count == BATCH
     }
 

@@ -13,7 +13,9 @@
 
 use super::bounce::Bounce;
 use super::error::Breach;
-use crate::endpoint::{EndpointError, EndpointStats, Event, MAX_OPS, Op, OpId, Ops, Part, PostError, Seat};
+use crate::endpoint::{
+    Buffers, EndpointError, EndpointStats, Event, Keep, MAX_OPS, Op, OpId, Ops, Part, PostError, Seat,
+};
 use std::collections::VecDeque;
 use std::ops::Range;
 use sumac_hal::dma::{Address, RegionKey};
@@ -274,6 +276,11 @@ impl ReferenceEndpoint {
         self.failed.get_or_insert(error);
     }
 
+    /// Take in again what a device answers, though the group is over; not from one whose answers made no sense.
+    pub(super) fn reopen(&mut self) {
+        self.failed = self.failed.filter(|error| matches!(error, EndpointError::Broken(_)));
+    }
+
     /// Submit nothing more and take in nothing more, as the group is over for its user.
     pub(super) fn close(&mut self) {
         self.fail(EndpointError::GroupLost);
@@ -349,6 +356,19 @@ impl ReferenceEndpoint {
     pub(crate) fn has_landed(&self, seq: u64) -> bool {
         let chunk = seq.checked_sub(self.have).map(|index| self.chunks.get(index as usize));
         chunk.is_none_or(|chunk| chunk.is_some_and(|chunk| chunk.state == State::Landed))
+    }
+
+    /// Keep of the operations that are complete now what other ranks may lack (PROTOCOL 5): the caller's buffers are its
+    /// own again. A result stays in its redo slot; but a device none of whose children wanted one never had it, and for
+    /// such a chunk (of a broadcast's root, or a reduction to another device's rank) the input is kept.
+    pub(super) fn keep(&mut self, is_published: impl Fn(u64) -> bool, buffers: &mut impl Buffers) {
+        let stable = self.stable.0;
+        self.ops.forget_below(stable);
+        let is_elsewhere = |op: &Op, from| {
+            let kept = |seq| matches!(op.keep(seq), Keep::Nothing | Keep::Result(_)) || is_published(seq);
+            (from..op.end()).all(kept)
+        };
+        self.ops.keep_new(stable, is_elsewhere, |op, keep, to| keep.retain(op.id, buffers, to));
     }
 
     /// Return each chunk that is submitted and has not landed, with what this rank has to do with it.
@@ -440,8 +460,6 @@ impl ReferenceEndpoint {
                 if landed {
                     self.land(from as usize..end as usize, status, drain)?;
                     self.stable = self.stable.max(stable);
-                    // Results stay in redo slots, so that nothing has to be kept here.
-                    self.ops.forget_below(self.stable.0);
                 } else {
                     self.refuse(from as usize..end as usize, status)?;
                 }

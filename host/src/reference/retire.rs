@@ -69,6 +69,7 @@ impl ReferenceDriver {
             return;
         }
         let fence = self.fence();
+        self.endpoint.close();
         let recovered = self.recover();
         self.is_retired = true;
         if fence != Fence::Nothing {
@@ -76,9 +77,19 @@ impl ReferenceDriver {
         }
     }
 
-    /// End the group, and land in `buffers` what was published and perhaps not delivered, be it by way of the bounce
-    /// buffer.
+    /// End the group, and land in `buffers` what the device has answered and this rank has not looked at, and what was
+    /// published and perhaps not delivered, be it by way of the bounce buffer.
+    ///
+    /// An answer in the ring may be all that is left of a result: the device uses a slot again once it has answered.
     pub(crate) fn salvage(&mut self, buffers: &mut impl Buffers) {
+        if !self.is_retired {
+            // A device that lives may answer until it is fenced.
+            self.fence();
+            self.endpoint.reopen();
+            // More than the ring holds is not to be had, whatever the device does.
+            let most = 0..=self.config.in_flight_max;
+            _ = most.into_iter().find(|_| !self.collect(buffers));
+        }
         self.retire();
         let view = (self.config.group, self.config.epoch);
         let mut result = vec![0; usize::from(self.config.chunk_len_bytes)];
@@ -93,7 +104,15 @@ impl ReferenceDriver {
     }
 
     pub(super) fn fence(&mut self) -> Fence {
-        self.endpoint.close();
+        if let Some(fence) = self.fenced {
+            return fence;
+        }
+        let fence = self.fence_once();
+        self.fenced = Some(fence);
+        fence
+    }
+
+    fn fence_once(&mut self) -> Fence {
         if !self.endpoint.is_in_flight() {
             return Fence::Nothing;
         }

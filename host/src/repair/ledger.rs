@@ -84,11 +84,17 @@ impl Ledger {
         (Class::default(), u64::MAX)
     }
 
-    /// Check what has come from another rank: sums that don't overflow, operations that follow each other.
-    pub(crate) fn is_sound(&self) -> bool {
+    /// Check what has come from another of `ranks` ranks: sums that don't overflow, operations that follow each other and
+    /// are as long as `chunks` says, with roots that are ranks.
+    pub(crate) fn is_sound(&self, ranks: u32, chunks: impl Fn(&OpDesc) -> u64) -> bool {
         let posted = self.runs.iter().try_fold(self.from, |end, (count, _)| end.checked_add(*count));
         let in_order =
             self.ops.iter().all(|op| op.first < op.end) && self.ops.windows(2).all(|pair| pair[0].end <= pair[1].first);
+        let is_known = |op: &OpEntry| {
+            let chunks = if op.moves { chunks(&op.desc) } else { 1 };
+            op.end - op.first == chunks && op.desc.root.0 < ranks && (!op.moves || op.desc.count > 0)
+        };
+        let in_order = in_order && self.ops.iter().all(is_known);
         posted.is_some_and(|posted| self.ops.last().is_none_or(|op| op.end <= posted)) && in_order
     }
 }

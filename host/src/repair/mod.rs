@@ -22,6 +22,8 @@
 mod ledger;
 mod plan;
 mod remains;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use ledger::Ledger;
 pub(crate) use plan::{Piece, Source, Unrepairable, plan};

@@ -99,8 +99,12 @@ fn agreed(ledgers: &[Ledger], cut: u64) -> Result<Vec<OpEntry>, Unrepairable> {
         ledgers.iter().flat_map(|ledger| &ledger.ops).filter(|op| op.first < cut).copied().collect();
     ops.sort_by_key(|op| op.first);
     ops.dedup();
-    match ops.windows(2).find(|pair| pair[1].first < pair[0].end) {
-        Some(pair) => Err(Unrepairable::Mismatch { first: pair[0].desc, other: pair[1].desc }),
+    if let Some(pair) = ops.windows(2).find(|pair| pair[1].first < pair[0].end) {
+        return Err(Unrepairable::Mismatch { first: pair[0].desc, other: pair[1].desc });
+    }
+    // Nobody posts half an operation.
+    match ops.last().filter(|op| op.end > cut) {
+        Some(op) => Err(Unrepairable::Mismatch { first: op.desc, other: op.desc }),
         None => Ok(ops.into_iter().filter(|op| op.moves).collect()),
     }
 }
@@ -166,13 +170,30 @@ mod tests {
 
     #[test]
     fn nonsense_of_a_peer_is_found() {
-        assert!(ledger(0, "o-").is_sound() && Ledger::new(u64::MAX).is_sound());
+        // One element a chunk.
+        let is_sound = |ledger: &Ledger| ledger.is_sound(2, |desc| desc.count.max(1));
+        assert!(is_sound(&ledger(0, "o-")) && is_sound(&Ledger::new(u64::MAX)));
         let mut late = ledger(7, "o-");
         late.from = u64::MAX;
-        assert!(!late.is_sound());
+        assert!(!is_sound(&late));
         let mut behind = ledger(0, "o-");
         behind.ops[0].end = 3;
-        assert!(!behind.is_sound());
+        assert!(!is_sound(&behind));
+        // What would have chunks that its elements do not fill.
+        let mut longer = ledger(0, "o-");
+        longer.ops[0].desc.count = 1;
+        assert!(!is_sound(&longer));
+        let mut rootless = ledger(0, "o-");
+        rootless.ops[0].desc.root = Rank(2);
+        assert!(!is_sound(&rootless));
+    }
+
+    /// The others have forgotten what was there, so that nothing of theirs contradicts it.
+    #[test]
+    fn an_operation_that_goes_on_behind_what_all_have_posted_is_refused() {
+        let mut forgotten = Ledger::new(0);
+        forgotten.skip_to(2);
+        assert!(matches!(plan(&[forgotten, ledger(0, "oooooo")]), Err(Unrepairable::Mismatch { .. })));
     }
 
     proptest! {

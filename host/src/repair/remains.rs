@@ -1,7 +1,7 @@
 //! What is left of a tree at this rank, however it was attached.
 
 use super::ledger::{Class, Ledger, OpEntry};
-use crate::endpoint::{Buffers, Keep, Op, Ops};
+use crate::endpoint::{Buffers, Keep, Kept, Op, Ops};
 
 /// A rank's side of a group that is over: it takes in nothing more, and nobody writes to its buffers any more.
 pub(crate) trait Remains {
@@ -19,7 +19,7 @@ pub(crate) trait Remains {
 /// Describe what this rank has.
 pub(crate) fn ledger(remains: &dyn Remains) -> Ledger {
     let ops = remains.ops();
-    let kept = ops.kept().map(|kept| (&kept.op, kept.from.min(kept.op.end() - 1), Some(!kept.bytes.is_empty())));
+    let kept = ops.kept().map(|kept| (&kept.op, kept.from.min(kept.op.end() - 1), Some(kept.has_bytes())));
     let mut parts = kept.chain(ops.in_flight().map(|op| (op, op.first(), None))).peekable();
     let mut ledger = Ledger::new(parts.peek().map_or(ops.end(), |(_, from, _)| *from));
     let mut published = Vec::new();
@@ -59,11 +59,15 @@ pub(crate) fn give_result(remains: &dyn Remains, seq: u64, buffers: &mut dyn Buf
             _ => return give_published(remains, &op, seq, to),
         }
     }
-    let Some(kept) = remains.ops().kept().find(|kept| (kept.from..kept.op.end()).contains(&seq)) else { return };
-    match kept.of_chunk(seq) {
-        [] => give_published(remains, &kept.op, seq, to),
-        bytes => to.extend_from_slice(bytes),
+    let Some(kept) = kept_of(remains, seq) else { return };
+    match kept.op.keep(seq) {
+        Keep::Result(_) | Keep::Own(_) if kept.has_bytes() => remains.ops().give_kept(kept, seq, to),
+        _ => give_published(remains, &kept.op, seq, to),
     }
+}
+
+fn kept_of(remains: &dyn Remains, seq: u64) -> Option<&Kept> {
+    remains.ops().kept().find(|kept| (kept.from..kept.op.end()).contains(&seq))
 }
 
 fn give_published(remains: &dyn Remains, op: &Op, seq: u64, to: &mut Vec<u8>) {
@@ -78,8 +82,8 @@ fn give_published(remains: &dyn Remains, op: &Op, seq: u64, to: &mut Vec<u8>) {
 pub(crate) fn give_contribution(remains: &dyn Remains, seq: u64, buffers: &dyn Buffers, to: &mut Vec<u8>) {
     if let Some(op) = remains.ops().of_seq(seq) {
         to.extend_from_slice(op.part(seq).gives.map_or(&[], |range| &buffers.input(op.id)[range]));
-    } else if let Some(kept) = remains.ops().kept().find(|kept| (kept.from..kept.op.end()).contains(&seq)) {
-        to.extend_from_slice(kept.of_chunk(seq));
+    } else if let Some(kept) = kept_of(remains, seq) {
+        remains.ops().give_kept(kept, seq, to);
     }
 }
 

@@ -264,7 +264,7 @@ pub(super) fn check_return(
     for (chunk, elements) in chunks(&desc, options.ranks, options.chunk_len_bytes).iter().enumerate() {
         let seq = ChunkNo(first + chunk as u64);
         let result = member.memory.ops[op].result(elements, desc.element_bytes());
-        if seq >= member.endpoint.stable() && member.endpoint.kept(seq) != Some(result) {
+        if seq >= member.endpoint.stable() && member.endpoint.kept(seq).as_deref() != Some(result) {
             return Err(Violation::NotKept { group, rank, op, chunk });
         }
     }

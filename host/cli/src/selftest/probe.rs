@@ -78,6 +78,7 @@ impl Probe {
             order: Order::Arrival,
             // Nobody connects to the only rank.
             mesh_addr: SocketAddr::new(controller.ip(), 0),
+            repair_addr: SocketAddr::new(controller.ip(), 0),
             max_packet_len_bytes: u32::try_from(port.capabilities().max_packet_len_bytes).unwrap_or(u32::MAX),
             // Links are what is tested.
             attach: Attach::Udp,

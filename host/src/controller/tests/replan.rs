@@ -80,6 +80,7 @@ fn request(rank: u32, world: u32) -> JoinRequest {
         host: None,
         order: Order::TreeFold,
         mesh_addr: SocketAddr::from(([127, 0, 0, 1], 1 + rank as u16)),
+        repair_addr: SocketAddr::from(([127, 0, 0, 1], 1 + rank as u16)),
         max_packet_len_bytes: PACKET_LEN,
         attach: Attach::Udp,
         machine: None,
@@ -399,7 +400,14 @@ fn scripted(answers: Vec<ClientReply>) -> (SocketAddr, thread::JoinHandle<()>) {
 
 fn nowhere(mesh_token: u64) -> Membership {
     let table = crate::choice::CostTable::EMULATED;
-    Membership { tree: Err("none".into()), mesh: Vec::new(), mesh_token, expression: Vec::new(), table }
+    Membership {
+        tree: Err("none".into()),
+        mesh: Vec::new(),
+        repair_mesh: Vec::new(),
+        mesh_token,
+        expression: Vec::new(),
+        table,
+    }
 }
 
 #[test]

@@ -25,10 +25,12 @@ fn controller(ranks: u32, socket: String) -> SocketAddr {
         let mut seats: Vec<_> = (0..ranks).map(|_| greet(&listener)).collect();
         seats.sort_by_key(|(request, _)| request.rank);
         let mesh: Vec<_> = seats.iter().map(|(request, _)| request.mesh_addr).collect();
+        let repair_mesh: Vec<_> = seats.iter().map(|(request, _)| request.repair_addr).collect();
         for (request, stream) in &mut seats {
             let membership = Membership {
                 tree: Ok(tree(request.rank, &socket)),
                 mesh: mesh.clone(),
+                repair_mesh: repair_mesh.clone(),
                 mesh_token: 1,
                 expression: vec![(0..ranks).map(|rank| Child::Rank(Rank(rank))).collect()],
                 table: CostTable::EMULATED,

@@ -8,6 +8,7 @@ mod communicator;
 mod device;
 mod driver;
 mod endings;
+mod kept;
 
 use super::endpoint::{BounceConfig, ReferenceConfig, ReferenceEndpoint};
 use sumac_hal::dma::RegionKey;
