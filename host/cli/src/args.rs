@@ -170,9 +170,10 @@ JSON
   requested overridden chosen attach candidates[{path cost_us ruled_out}]; attach is null where there is no tree.
 
 FAULTS
-  kill-device, restart-device and cut-link take rank 0's leaf device, or the link to it, out of rows of the tree: the
-  ranks complete the operation among themselves, and repaired is true. Lost packets are noticed after 5 s. A killed
-  controller is missed by no operation. A killed rank ends the run: the others say who it was.
+  kill-device, restart-device and cut-link take rank 0's leaf device, or the link to it, out of the tree: the ranks
+  complete what was on its way among themselves, and repaired is true; in rows by a schedule, that is the next
+  barrier. Lost packets are noticed after 5 s. A killed controller is missed by no operation. A killed rank ends the
+  run: the others say who it was.
 
 EXIT STATUS
   0 all elements right, 1 wrong elements, a failed run or a killed rank, 2 bad usage or topology, 130 interrupted";

@@ -140,6 +140,8 @@ pub(super) struct Core {
     pub(super) past_retransmits: u64,
     splits: u64,
     ended: Option<Error>,
+    /// It has ended outside of any call: the next one is the first to say why.
+    pub(super) is_untold: bool,
     choices: Choices,
     fallback_told: bool,
 }
@@ -181,6 +183,7 @@ impl Core {
             past_retransmits: 0,
             splits: 0,
             ended: None,
+            is_untold: false,
             choices: Choices::default(),
             fallback_told: false,
         }
@@ -470,8 +473,13 @@ impl Core {
         result
     }
 
+    pub(super) const fn has_ended(&self) -> bool {
+        self.ended.is_some()
+    }
+
     pub(super) fn usable(&mut self) -> Result<(), Error> {
         match &self.ended {
+            Some(error) if std::mem::take(&mut self.is_untold) => Err(error.clone()),
             Some(error) => Err(Error::Ended(Box::new(error.clone()))),
             None if self.lost.is_cancelled() => {
                 self.note_end(&Error::Cancelled);

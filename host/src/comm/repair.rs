@@ -108,12 +108,14 @@ impl Core {
 
     /// Repair because another rank has asked for it, outside of any call.
     pub(super) fn serve_repair(&mut self, view: u32) {
-        if view != self.job_view || self.tree.is_none() || self.usable().is_err() || !self.config.repair {
+        let is_over = self.tree.is_none() || self.has_ended() || self.usable().is_err();
+        if view != self.job_view || is_over || !self.config.repair {
             return;
         }
         let limit = self.config.deadline;
         if let Err(error) = self.repair(None, &Error::PathLost, (Instant::now() + limit, limit)) {
             self.note_end(&error);
+            self.is_untold = true;
         }
     }
 

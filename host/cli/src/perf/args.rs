@@ -102,8 +102,8 @@ pub(crate) struct PerfArgs {
     /// Do this to the running cluster in the middle of an operation of each row
     ///
     /// The ranks of a row are a job of their own then, and what was killed is started again before; `tree` and `auto` are
-    /// the tree while there is one. Devices and links are hurt in these rows alone. A line on stderr says what was done
-    /// when, and how long it took to notice and to repair.
+    /// the tree while there is one, which barriers go through in every row. A line on stderr says what was done when, and
+    /// how long it took to notice and to repair.
     #[arg(long, value_name = "KIND", conflicts_with_all = ["explain", "overrides"])]
     pub(super) fault: Option<Fault>,
     /// Print one JSON object a row instead of the table

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use sumac::controller::ControllerConfig;
+use sumac::controller::{ControllerConfig, status};
 
 /// Elements of each all-reduce: 4 MiB, in 69 chunks of which the last is shorter.
 const ELEMENTS: usize = 1 << 20;
@@ -56,7 +56,9 @@ impl Cluster {
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let (shm, has_fabric) = (dev_shm(), !fabric.is_empty());
         let topology: &[_] = if has_fabric { &["--topology", "-"] } else { &[] };
-        let mut controller = serve_with(&[&["controller", "--listen", "127.0.0.1:0"], topology].concat(), fabric);
+        // Ranks that may choose take the tree while there is one.
+        let own = ["controller", "--listen", "127.0.0.1:0", "--prefer-tree"];
+        let mut controller = serve_with(&[&own, topology].concat(), fabric);
         let line = controller.line();
         let addr = line.strip_prefix("listening ").and_then(|addr| addr.parse().ok()).expect("an address");
         Self { controller: Some(controller), addr, has_fabric, jobs: 0, shm, _alone: alone }
@@ -114,6 +116,14 @@ impl Cluster {
         let endings: Vec<_> = members.iter_mut().map(Member::ending).collect();
         assert!(endings.iter().all(|ending| ending.error.is_none() && ending.rounds == 2), "{context}: {endings:?}");
         members.into_iter().for_each(Member::end);
+    }
+
+    /// Return the devices that the only job with a tree is on, the root first.
+    pub(crate) fn devices_of_the_job(&self) -> Vec<String> {
+        let report = status(self.addr).expect("a report");
+        let trees: Vec<_> = report.jobs.into_iter().filter_map(|job| job.tree?.ok()).collect();
+        assert_eq!(trees.len(), 1, "{trees:?}");
+        trees.into_iter().next().expect("one").devices
     }
 
     pub(crate) fn kill_controller(&mut self) {

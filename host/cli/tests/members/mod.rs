@@ -1,6 +1,9 @@
 //! Ranks that are processes of their own and may be killed: this test program again, with `rank_process` as its only
 //! test and a task in its environment.
 
+// Each test binary uses its part of this.
+#![allow(dead_code)]
+
 mod cluster;
 mod left;
 mod rank;
@@ -53,7 +56,8 @@ pub(crate) struct Task {
     pub(crate) rounds: u64,
     /// Of each, and of joining.
     pub(crate) deadline_ms: u64,
-    /// Whether a lost tree is got over.
+    /// Whether a lost tree is got over: then operations take the tree while there is one, and the buffer is looked at
+    /// again also after the last round.
     pub(crate) repair: bool,
 }
 
@@ -63,6 +67,8 @@ pub(crate) struct Task {
 pub(crate) struct Round {
     pub(crate) round: u64,
     pub(crate) took_us: u64,
+    /// Whether the one before was repaired.
+    pub(crate) repaired: bool,
 }
 
 /// How a rank's work ended.
@@ -83,6 +89,10 @@ pub(crate) struct Ending {
     pub(crate) torn: usize,
     /// When the call returned, on the machine's clock.
     pub(crate) at_ns: u64,
+    /// Rounds that were repaired.
+    pub(crate) repaired: Vec<u64>,
+    /// Whether the last round that went well took the tree.
+    pub(crate) by_tree: bool,
 }
 
 /// What became of the buffer after the call had failed.
@@ -157,9 +167,14 @@ impl Member {
 
     /// Wait for its second round to begin, and return how long the first took.
     pub(crate) fn second_round(&mut self) -> Duration {
-        let Round { round, took_us } = self.line();
+        let Round { round, took_us, .. } = self.line();
         assert_eq!(round, 1, "{}", self.name);
         Duration::from_micros(took_us)
+    }
+
+    /// Wait for a round to begin.
+    pub(crate) fn round(&mut self) -> Round {
+        self.line()
     }
 
     /// Wait for the end of its work.
@@ -173,7 +188,7 @@ impl Member {
         }
     }
 
-    /// Let it look at its buffer again, now, after a call that failed.
+    /// Let it look at its buffer again, now, after a call that failed or the last round.
     pub(crate) fn look_again(&mut self) -> Later {
         drop(self.stdin.take());
         self.line()

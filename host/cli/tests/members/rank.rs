@@ -14,12 +14,12 @@ use std::time::{Duration, Instant};
 use sumac::choice::Algo;
 use sumac::comm::{Element, Transfer};
 use sumac::controller::proto::Attach;
-use sumac::{Communicator, JoinConfig, ReduceOp};
+use sumac::{Communicator, JoinConfig, Path, ReduceOp};
 
 /// Do a task to its end. `looks` is read to its end before the buffer is looked at for the last time.
 pub(crate) fn run(task: &Task, mut looks: impl Read) {
     let config = JoinConfig {
-        algo: Algo::Tree,
+        algo: if task.repair { Algo::Auto } else { Algo::Tree },
         deadline: Duration::from_millis(task.deadline_ms),
         join_timeout: Duration::from_millis(task.deadline_ms),
         repair: task.repair,
@@ -81,44 +81,47 @@ fn reduce_and_look<T: Value>(
     let failed = ended.error.is_some();
     tell(&ended);
     let seen = buffer.to_vec();
-    if failed {
+    if failed || task.repair {
         looks.read_to_end(&mut Vec::new()).expect("a pipe");
         tell(&Later { changed: seen.iter().zip(buffer.iter()).filter(|(then, now)| then != now).count() });
-    } else {
+    }
+    if !failed {
         comm.leave();
     }
 }
 
 fn reduce<T: Value>(task: &Task, comm: &Communicator, buffer: &mut [T]) -> Ending {
-    let mut took_us = None;
+    let (mut before, mut repaired, mut by_tree) = (None, Vec::new(), false);
     for round in 0..task.rounds {
         for (element, value) in buffer.iter_mut().enumerate() {
             *value = own(task.rank, element, round);
         }
-        if let Some(took_us) = took_us {
-            tell(&Round { round, took_us });
+        if let Some((took_us, repaired)) = before {
+            tell(&Round { round, took_us, repaired });
         }
         let begun = Instant::now();
         let result = comm.all_reduce(buffer, ReduceOp::Sum);
         let at_ns = now_ns();
-        took_us = Some(begun.elapsed().as_micros() as u64);
-        let mut ended = look(task, buffer, round);
-        ended.at_ns = at_ns;
-        let way = match result {
-            Ok(outcome) => outcome.transfer,
+        let took_us = begun.elapsed().as_micros() as u64;
+        let ended = Ending { at_ns, repaired: repaired.clone(), by_tree, ..look(task, buffer, round) };
+        let outcome = match result {
+            Ok(outcome) => outcome,
             Err(error) => {
                 let text = format!("{error}; {}", ended.text);
                 return Ending { error: Some(variant(&error)), text, ..ended };
             }
         };
-        if way != Some(transfer(task.memory)) {
-            return Ending { error: Some("WrongWay".into()), text: format!("{way:?}"), ..ended };
+        before = Some((took_us, outcome.repaired));
+        by_tree = outcome.path == Path::Tree;
+        repaired.extend(outcome.repaired.then_some(round));
+        if !task.repair && outcome.transfer != Some(transfer(task.memory)) {
+            return Ending { error: Some("WrongWay".into()), text: format!("{:?}", outcome.transfer), ..ended };
         }
         if ended.old + ended.torn > 0 {
             return Ending { error: Some("WrongResult".into()), ..ended };
         }
     }
-    Ending { rounds: task.rounds, ..ending(String::new()) }
+    Ending { rounds: task.rounds, repaired, by_tree, ..ending(String::new()) }
 }
 
 /// Return the way that data takes from memory of a kind.
@@ -167,7 +170,8 @@ fn sum<T: Value>(ranks: u32, element: usize, round: u64) -> T {
 }
 
 fn ending(text: String) -> Ending {
-    Ending { error: None, text, rounds: 0, old: 0, new: 0, torn: 0, at_ns: now_ns() }
+    let (error, rounds, old, new, torn, repaired, by_tree) = (None, 0, 0, 0, 0, Vec::new(), false);
+    Ending { error, text, rounds, old, new, torn, at_ns: now_ns(), repaired, by_tree }
 }
 
 /// Return the name of an error's variant.

@@ -6,8 +6,7 @@
 //! next row.
 //!
 //! Through the tree go all operations that may, as long as there is one: the controller is told so, as is every rank that
-//! was asked for the tree, which could not go on without it otherwise. Rows by a schedule need no device: what is done to
-//! devices and links is left out there.
+//! was asked for the tree, which could not go on without it otherwise. In rows by a schedule, that is the barriers.
 //!
 //! Invariant: the end of what is killed here is in order; that of anything else is not.
 
@@ -65,14 +64,6 @@ struct Patient<'a> {
     link: Option<Link>,
     /// Something is dead that the next row needs.
     is_hurt: bool,
-}
-
-impl Fault {
-    /// Tell whether rows by this algorithm have what it is done to.
-    fn hurts(self, algo: Algo) -> bool {
-        let spares_schedules = matches!(self, Self::KillDevice | Self::RestartDevice | Self::CutLink);
-        !spares_schedules || matches!(algo, Algo::Tree | Algo::Auto)
-    }
 }
 
 /// When it is done.
@@ -157,49 +148,37 @@ impl Patient<'_> {
 
     /// Run a row, and hurt the cluster meanwhile.
     fn row(&mut self, nth: usize, case: &Case, output: &mut Output<'_>) -> Result<(), Failure> {
-        let announced = self.fault.hurts(case.algo).then_some(self.args.iterations / 2);
+        let announced = self.args.iterations / 2;
         // The tree, while there is one, is the controller's choice.
         let algo = if case.algo == Algo::Tree { Algo::Auto } else { case.algo };
         let (name, cases) = (format!("perf{nth}"), vec![Case { algo, ..*case }]);
-        let job = JobOf { name, controller: self.started.addr, cases, announced };
+        let job = JobOf { name, controller: self.started.addr, cases, announced: Some(announced) };
         let ranks = start_ranks(&mut self.supervisor, self.args, &self.config, job)?;
         let mut reports = Reports::new(ranks.clone());
         let attached = joined(&mut reports, &mut self.supervisor)?;
         output.begin(attached)?;
         let limit = Limit::new(case_limit(self.args));
-        let mut told = None;
-        if let Some(announced) = announced {
-            let moment = match moment(reports.next_of_each(&mut self.supervisor, limit, "begin to measure")?)? {
-                Ok(moment) => moment,
-                Err(why) => {
-                    output.left_out(case, &why);
-                    return Ok(self.supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?);
-                }
-            };
-            // Choosing the moment is all that this is for.
-            thread::sleep(Duration::from_nanos(moment.at_ns.saturating_sub(now_ns())));
-            let what = self.hurt(&ranks, &mut reports)?;
-            ranks.iter().for_each(|&rank| self.supervisor.say(rank, b"done\n".into()));
-            let when = moment.within(case, announced, self.args.iterations);
-            if self.fault == Fault::KillRank {
-                output.tell(&format!("{what} {when}"));
-                return self.survivors(&ranks, limit, output);
-            }
-            told = Some((format!("{what} {when}"), announced));
-        }
-        let measured = match measured(reports.next_of_each(&mut self.supervisor, limit, "report a measurement")?)? {
-            Ok(measured) => measured,
-            Err(why) if told.is_none() => {
+        let moment = match moment(reports.next_of_each(&mut self.supervisor, limit, "begin to measure")?)? {
+            Ok(moment) => moment,
+            Err(why) => {
                 output.left_out(case, &why);
                 return Ok(self.supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?);
             }
-            Err(why) => return Err(Failure::Run(anyhow!("after the fault, {} can't go on: {why}", case.desc()))),
         };
+        // Choosing the moment is all that this is for.
+        thread::sleep(Duration::from_nanos(moment.at_ns.saturating_sub(now_ns())));
+        let what = self.hurt(&ranks, &mut reports)?;
+        ranks.iter().for_each(|&rank| self.supervisor.say(rank, b"done\n".into()));
+        let told = format!("{what} {}", moment.within(case, announced, self.args.iterations));
+        if self.fault == Fault::KillRank {
+            output.tell(&told);
+            return self.survivors(&ranks, limit, output);
+        }
+        let reports = reports.next_of_each(&mut self.supervisor, limit, "report a measurement")?;
+        let measured = measured(reports)?.map_err(|why| Failure::Run(anyhow!("{told}; then: {why}")))?;
         self.supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?;
         output.row(case, &measured, attached)?;
-        if let Some((told, announced)) = told {
-            output.tell(&format!("{told}; {}", consequence(&measured, announced)));
-        }
+        output.tell(&format!("{told}; {}", consequence(&measured, announced)));
         Ok(())
     }
 
@@ -323,13 +302,6 @@ mod tests {
         assert!(usual_ns == 1000 && percent < 100 && at_ns == 900 + 10 * percent, "{at_ns} at {percent} %");
         let refused = moment(vec![Report::NotPossible { why: "no tree".into() }]).expect("an answer");
         assert_eq!(refused.map(|_| ()), Err("no tree".into()));
-    }
-
-    #[test]
-    fn rows_by_a_schedule_have_no_device() {
-        let hurts = |fault: Fault| [Algo::Tree, Algo::Auto, Algo::Ring].map(|algo| fault.hurts(algo));
-        assert_eq!([Fault::KillDevice, Fault::RestartDevice, Fault::CutLink].map(hurts), [[true, true, false]; 3]);
-        assert_eq!([Fault::KillController, Fault::KillRank].map(hurts), [[true; 3]; 2]);
     }
 
     #[test]
