@@ -186,7 +186,8 @@ mod tests {
                 start.wait();
                 let at = offers.offer(1);
                 let begun = caller.join().expect("no panic");
-                assert!(begun == at || begun == 10_000 && at >= begun, "{begun} calls, promised {at}");
+                // One that came while the limit was closed gave up at once here.
+                assert!(begun <= at, "{begun} calls, promised {at}");
             });
         }
     }
