@@ -86,7 +86,11 @@ fn a_rank_that_is_late_takes_part() {
             }
             sum(&comm, 1)
         });
-        assert_eq!(repaired, [true, false, true], "it was repaired before the late rank came");
+        // The first of the others to call has asked for the repair, perhaps before the second one called.
+        assert!(
+            !repaired[1] && (repaired[0] || repaired[2]),
+            "{repaired:?}: it was repaired before the late rank came"
+        );
     }
 }
 
