@@ -52,6 +52,26 @@ fn what_was_delivered_and_not_looked_at_is_not_lost() {
     });
 }
 
+/// The same where the others have left the job, so that nobody is there to repair anything with.
+#[test]
+fn what_was_delivered_is_there_though_the_others_have_left() {
+    let mut cluster = Cluster::start_on(1, RANKS as usize, BusConfig::default(), in_small_chunks());
+    let death = Death::of(&mut cluster, RANKS);
+    cluster.run("left", RANKS, soon(plain), |comm| {
+        let mut buffer = comm.alloc::<i64>(LEN).expect("memory");
+        (0..LEN).for_each(|i| buffer[i] = value(0, comm.rank(), i));
+        let started = comm.start_all_reduce(buffer, ReduceOp::Sum).expect("started");
+        let rank = comm.rank();
+        if rank < RANKS - 1 {
+            assert_sum(&started.wait().expect("a sum").0, 0, RANKS, LEN);
+            comm.leave();
+            return death.strikes(rank);
+        }
+        death.strikes(rank);
+        assert_sum(&started.wait().expect("a sum").0, 0, RANKS, LEN);
+    });
+}
+
 /// One rank has not entered the operation, which it does only when all have got over the death.
 #[test]
 fn a_rank_that_is_late_takes_part() {
@@ -66,7 +86,11 @@ fn a_rank_that_is_late_takes_part() {
             }
             sum(&comm, 1)
         });
-        assert_eq!(repaired, [true, false, true], "it was repaired before the late rank came");
+        // The first of the others to call has asked for the repair, perhaps before the second one called.
+        assert!(
+            !repaired[1] && (repaired[0] || repaired[2]),
+            "{repaired:?}: it was repaired before the late rank came"
+        );
     }
 }
 

@@ -415,8 +415,9 @@ impl Core {
             let stepped = self.step(None, deadline);
             if let Err(error) = self.get_over(stepped, deadline) {
                 let error = self.end(error, &desc, begun);
+                self.settle(handle);
                 if let Some(started) = self.started.get_mut(&handle) {
-                    started.finished = Some(Err(error));
+                    started.finished.get_or_insert(Err(error));
                 }
             }
         }

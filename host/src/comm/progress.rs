@@ -79,9 +79,15 @@ impl Core {
             match self.step(Some(lent), deadline) {
                 Err(error) if self.is_repairable(&error) => {
                     let lent = Lent { op, extent, buffers: &mut *buffers };
-                    let completed_below = self.repair(Some(lent), &error, deadline)?;
-                    let is_complete = op < completed_below;
-                    return Ok(if is_complete { InTheTree::Done(transfer) } else { InTheTree::BeginsAgain });
+                    return match self.repair(Some(lent), &error, deadline) {
+                        Ok(completed_below) if op < completed_below => Ok(InTheTree::Done(transfer)),
+                        Ok(_) => Ok(InTheTree::BeginsAgain),
+                        Err(error) if op.0 < self.completed_below => {
+                            self.note_end(&error);
+                            Ok(InTheTree::Done(transfer))
+                        }
+                        Err(error) => Err(error),
+                    };
                 }
                 stepped => stepped?,
             }

@@ -88,6 +88,9 @@ impl Core {
             Ok(repaired) => repaired,
             Err(error) => {
                 tracing::warn!(job, rank, view, %error, "the repair failed");
+                let ops = tree.remains().ops();
+                // What the device had answered is here, whatever becomes of the others.
+                self.completed_below = ops.in_flight().next().map_or(ops.next_id(), |op| op.id).0;
                 self.tree = Some(tree);
                 return Err(error.ending());
             }
