@@ -73,6 +73,7 @@ mod repair;
 mod shrink;
 mod split;
 mod start;
+mod started;
 mod tree;
 
 pub use crate::exec::Buffers;

@@ -3,9 +3,10 @@
 //! Progress is made by whoever calls: `wait`, `test` and blocking calls drive the tree's endpoint; a schedule runs
 //! when it is waited for, and drives the endpoint meanwhile, and repairs it if it is lost.
 
-use super::core::{Core, InTree, Lines};
+use super::core::{Core, Lines};
 use super::error::Error;
 use super::extent::Extent;
+use super::started::InTree;
 use crate::coll::{ALGORITHMS, Problem, Schedule, pairwise};
 use crate::endpoint::{self, Event, OpId};
 use crate::exec::{Buffers, Context, ExecError, Interrupt, execute};

@@ -14,11 +14,12 @@
 //! Until 5 no repaired operation returns. A rank that is lost meanwhile, or a deadline, ends the communicator with that
 //! error; each chunk of a buffer is wholly old or wholly new then.
 
-use super::core::{Core, Owned, Started};
+use super::core::Core;
 use super::error::Error;
 use super::join::enter;
 use super::offer::Turn;
 use super::progress::{Deadline, InFlight, Lent};
+use super::started::{Owned, Started};
 use super::tree::Tree;
 use crate::choice::{Algo, Declared, Situation, explain};
 use crate::controller::proto::Membership;

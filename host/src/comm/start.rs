@@ -2,7 +2,7 @@
 //! be forgotten; what comes back is the buffer with the result.
 
 use super::calls::{check, elements};
-use super::core::Owned;
+use super::started::Owned;
 use super::{CallOptions, Communicator, Element, Error, Handle, Held};
 use std::sync::Arc;
 use sumac_hal::ids::Rank;
