@@ -59,6 +59,8 @@ struct Job {
     suspected: bool,
     /// The ranks that wait for another tree than this view's.
     waiting: BTreeSet<Rank>,
+    /// The devices of the last tree that was lost: they are not asked for the next one. One that restarts is another.
+    lost: Vec<Arc<DeviceSession>>,
     /// While a tree is offered to a job without one: from which call on each rank waits.
     offer: Option<BTreeMap<Rank, u64>>,
     /// Those that have asked who is left.
@@ -78,6 +80,7 @@ impl Job {
             view: 0,
             suspected: false,
             waiting: BTreeSet::new(),
+            lost: Vec::new(),
             offer: None,
             shrinking: BTreeSet::new(),
             shrunk: 0,

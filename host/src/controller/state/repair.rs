@@ -92,6 +92,10 @@ impl State {
         job.suspected = false;
         job.waiting.clear();
         job.offer = None;
+        // A view without a tree has lost none: what was lost before it still is.
+        if let Some(Ok(placement)) = &job.placement {
+            job.lost = placement.nodes.iter().map(|node| Arc::clone(&node.device)).collect();
+        }
         let placed = self.place(config, name, &job);
         let lost = job.placement.replace(placed);
         let view = job.view;
@@ -119,9 +123,7 @@ impl State {
     /// Return the devices that a job may be placed on, and, if some are left out, a clause that names them. Fails, with
     /// the reason, if one is pinned that it has lost.
     pub(super) fn candidates(&self, job: &Job, pinned: &[String]) -> Result<(Devices, String), String> {
-        let nodes = job.placement.iter().flatten().flat_map(|placement| &placement.nodes);
-        let lost: Vec<_> = nodes.map(|node| &node.device).collect();
-        let is_lost = |device: &Arc<DeviceSession>| lost.iter().any(|lost| Arc::ptr_eq(lost, device));
+        let is_lost = |device: &Arc<DeviceSession>| job.lost.iter().any(|lost| Arc::ptr_eq(lost, device));
         let (left_out, devices): (Devices, Devices) =
             self.devices.iter().map(|(name, device)| (name.clone(), Arc::clone(device))).partition(|(_, d)| is_lost(d));
         if let Some(name) = pinned.iter().find(|name| left_out.contains_key(*name)) {

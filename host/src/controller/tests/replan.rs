@@ -207,6 +207,17 @@ fn a_job_has_no_tree_where_only_the_lost_one_s_device_is_there() {
     assert!(job.running && job.view == 1 && job.tree.expect("running").is_err());
 }
 
+/// Also where the job had no tree in between.
+#[test]
+fn a_device_whose_tree_is_lost_is_not_asked_while_it_lives() {
+    let controller = controller();
+    let _lost = Device::start(&controller, "leaf0", None, None);
+    let (mut ranks, _) = begin(&controller, 2, &[]);
+    assert!(replan(&mut ranks, 0).iter().all(|membership| why(membership).contains("leaf0")));
+    let _other = Device::start(&controller, "leaf1", None, None);
+    assert!(replan(&mut ranks, 1).iter().all(|membership| of(membership).leaf == "leaf1"));
+}
+
 #[test]
 fn a_device_that_restarted_is_taken_again() {
     for pinned in [&[][..], &["leaf0"]] {
