@@ -249,7 +249,7 @@ impl State {
         }
         if !clean {
             tracing::warn!(job = name, %rank, "rank is lost");
-            job.members.values().for_each(|member| member.client.send(&ClientReply::RankLost(rank)));
+            job.tell(&ClientReply::RankLost(rank));
         }
         job.refuse_waiting(name, rank);
         job.withdraw_offer();

@@ -53,7 +53,8 @@ impl Job {
         }
     }
 
-    fn tell(&self, reply: &ClientReply) {
+    /// Tell all ranks that are there.
+    pub(super) fn tell(&self, reply: &ClientReply) {
         self.members.values().for_each(|member| member.client.send(reply));
     }
 }

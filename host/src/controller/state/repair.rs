@@ -37,7 +37,7 @@ impl State {
         }
         tracing::warn!(job = name, %rank, view, "tree is lost, as a rank says");
         job.suspected = true;
-        job.members.values().for_each(|member| member.client.send(&ClientReply::Repair { view }));
+        job.tell(&ClientReply::Repair { view });
     }
 
     /// A rank wants another tree than that of a view; the last one to want it moves the job. Returns what the job has
@@ -151,8 +151,7 @@ impl Job {
         let round = self.shrunk;
         self.shrunk += 1;
         let ranks: Vec<Rank> = self.members.keys().copied().collect();
-        let reply = ClientReply::Survivors { round, ranks: Ok(ranks) };
-        self.members.values().for_each(|member| member.client.send(&reply));
+        self.tell(&ClientReply::Survivors { round, ranks: Ok(ranks) });
     }
 
     /// A rank is gone: those that wait for another tree get none.

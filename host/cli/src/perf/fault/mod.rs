@@ -273,7 +273,11 @@ fn consequence(ranks: &[Measured], hurt_in: u32) -> String {
     let time_ns = |iteration: u32| slowest.get(iteration as usize).map_or(0.0, |&time_ns| time_ns as f64);
     let repairs = || ranks.iter().filter_map(|rank| rank.repair);
     if let Some(repair) = repairs().find(|repair| !repair.in_barrier) {
-        let (iteration, longer_ms) = (repair.iteration + 1, (time_ns(repair.iteration) - median_ns) / 1e6);
+        let (iteration, time_ms) = (repair.iteration + 1, time_ns(repair.iteration) / 1e6);
+        if slowest.len() == 1 {
+            return format!("noticed and repaired in less than {time_ms:.3} ms, all that the only iteration took");
+        }
+        let longer_ms = time_ms - median_ns / 1e6;
         format!("noticed and repaired in {longer_ms:.3} ms, which iteration {iteration} took longer than the median")
     } else if let Some(repair) = repairs().max_by_key(|repair| repair.time_ns) {
         let (iteration, time_ms) = (repair.iteration + 1, repair.time_ns as f64 / 1e6);
@@ -312,6 +316,10 @@ mod tests {
         let hit = measured([1_000_000, 7_000_000, 1_000_000], Some(in_operation));
         let said = consequence(&[measured(usual, Some(in_barrier)), hit], 1);
         assert!(said.contains("repaired in 6.000 ms, which iteration 2"), "{said}");
+        let only =
+            Measured { times_ns: vec![7_000_000], ..measured(usual, Some(Repair { iteration: 0, ..in_operation })) };
+        let said = consequence(&[only], 0);
+        assert!(said.contains("repaired in less than 7.000 ms"), "{said}");
         let said = consequence(&[measured(usual, Some(in_barrier)), measured(usual, None)], 1);
         assert!(said.contains("repaired in 4.000 ms, by the barrier next to iteration 2"), "{said}");
         let said = consequence(&[measured([1_000_000, 1_500_000, 1_000_000], None)], 1);
