@@ -207,7 +207,7 @@ impl Region {
         Ok(Self { mapping: Mapping::open(file, max_len_bytes, ProtFlags::READ | ProtFlags::WRITE)? })
     }
 
-    /// Return the descriptor, to hand over: others may write from now on.
+    /// Return the descriptor, to hand over: others may write from now on, unless it was handed over for reading before.
     ///
     /// # Panics
     /// If the memory was itself handed over: of that, no descriptor is kept.

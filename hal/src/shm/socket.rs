@@ -142,7 +142,7 @@ pub enum SocketError {
     #[error("the other side has closed the connection")]
     Closed,
     /// Nothing came in time, or nobody took what was sent.
-    #[error("no message within {0:?}")]
+    #[error("the other side did not answer, or take what was sent, within {0:?}")]
     Timeout(Duration),
     /// What came is no message, or lacks its descriptor.
     #[error("what came is no message of this version")]
@@ -221,7 +221,7 @@ impl AsFd for Listener {
 
 impl Connection {
     /// Connect to the device of a name; neither this nor any [`Connection::send`] takes longer than `limit`, which is
-    /// more than 0.
+    /// more than 0; twice that, if a signal comes.
     ///
     /// # Errors
     /// [`SocketError`]; [`SocketError::Timeout`] of a device that does not accept.
