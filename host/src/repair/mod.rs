@@ -1,5 +1,5 @@
 //! What becomes of operations whose tree is lost: which chunks somebody has, and which have to be computed again
-//! (PROTOCOL 8).
+//! (PROTOCOL 8). What is decided here [`crate::comm`] carries out, in its own `repair`.
 //!
 //! Every rank describes what it has in a [`Ledger`], sends it to all others, and works out the same [`Plan`] from the
 //! same ledgers. Then the pieces of the plan run one after the other, each as a schedule between the ranks:
