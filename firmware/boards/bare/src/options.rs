@@ -1,0 +1,136 @@
+//! What a board is told at boot.
+
+use core::net::{Ipv4Addr, SocketAddrV4};
+use core::str::FromStr;
+use heapless::String;
+use smoltcp::wire::Ipv4Cidr;
+use sumac_hal::ctrl::{MAX_NAME_LEN, Name};
+use thiserror::Error;
+
+/// What a board is told at boot: lines of `key=value`, in any order; `#` begins a comment.
+///
+/// | key | meaning |
+/// |---|---|
+/// | `name` | the device's name in the fabric |
+/// | `controller` | address and port of the controller |
+/// | `ip` | the board's own address with its prefix, as `10.0.2.15/24` |
+/// | `gateway` | the next hop for everybody else |
+/// | `listen` | the UDP port of the first shard; others take the next ones |
+/// | `data` | where peers send to, if that is not `ip` and `listen`: behind address translation |
+///
+/// An address of loopback (127.0.0.0/8) means the host behind the gateway, as an emulated machine sees it: packets to it
+/// go to the gateway, and what comes from the gateway comes from 127.0.0.1.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BoardOptions {
+    /// The device's name in the fabric.
+    pub name: Name,
+    /// The controller.
+    pub controller: SocketAddrV4,
+    /// The board's own address.
+    pub ip: Ipv4Cidr,
+    /// The next hop.
+    pub gateway: Ipv4Addr,
+    /// The UDP port of the first shard.
+    pub listen: u16,
+    /// Where peers send the first shard's packets to.
+    pub data: SocketAddrV4,
+}
+
+/// Why a board does not know what to do.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum OptionsError {
+    /// A line that is not `key=value`.
+    #[error("line {line} is not key=value")]
+    Line {
+        /// Which, from 1.
+        line: usize,
+    },
+    /// A key that nobody knows.
+    #[error("line {line}: unknown key; known are name, controller, ip, gateway, listen, data")]
+    Key {
+        /// Which, from 1.
+        line: usize,
+    },
+    /// A value that is none.
+    #[error("{key}={value:?} is not {expected}")]
+    Value {
+        /// The key.
+        key: &'static str,
+        /// As much of the value as is kept.
+        value: String<32>,
+        /// What would be.
+        expected: &'static str,
+    },
+    /// A key that is needed.
+    #[error("no {key}: the board needs one")]
+    Missing {
+        /// The key.
+        key: &'static str,
+    },
+}
+
+impl BoardOptions {
+    /// Read options.
+    ///
+    /// # Errors
+    /// [`OptionsError`] for the first thing that is wrong.
+    pub fn parse(text: &str) -> Result<Self, OptionsError> {
+        let (mut name, mut controller, mut ip, mut gateway) = (None, None, None, None);
+        let (mut listen, mut data) = (None, None);
+        for (line, text) in (1..).zip(text.lines()) {
+            let text = text.split('#').next().unwrap_or_default().trim();
+            if text.is_empty() {
+                continue;
+            }
+            let (key, value) = text.split_once('=').ok_or(OptionsError::Line { line })?;
+            match (key.trim(), value.trim()) {
+                ("name", value) => name = Some(parse_name(value)?),
+                ("controller", value) => controller = Some(parse("controller", value, "an IPv4 address and port")?),
+                ("ip", value) => ip = Some(parse("ip", value, "an IPv4 address and prefix, as 10.0.2.15/24")?),
+                ("gateway", value) => gateway = Some(parse("gateway", value, "an IPv4 address")?),
+                ("listen", value) => listen = Some(parse_port(value)?),
+                ("data", value) => data = Some(parse("data", value, "an IPv4 address and port")?),
+                _ => return Err(OptionsError::Key { line }),
+            }
+        }
+        let missing = |key| OptionsError::Missing { key };
+        let (ip, listen): (Ipv4Cidr, u16) = (ip.ok_or(missing("ip"))?, listen.ok_or(missing("listen"))?);
+        Ok(Self {
+            name: name.ok_or(missing("name"))?,
+            controller: controller.ok_or(missing("controller"))?,
+            ip,
+            gateway: gateway.ok_or(missing("gateway"))?,
+            listen,
+            data: data.unwrap_or(SocketAddrV4::new(ip.address(), listen)),
+        })
+    }
+
+    /// Return these options for shard `index`, which has an address and a port of its own; `None` if there is no such
+    /// port.
+    pub fn shard(&self, index: u16) -> Option<Self> {
+        let port = |port: u16| port.checked_add(index);
+        let data = SocketAddrV4::new(*self.data.ip(), port(self.data.port())?);
+        Some(Self { listen: port(self.listen)?, data, ..self.clone() })
+    }
+}
+
+fn wrong(key: &'static str, value: &str, expected: &'static str) -> OptionsError {
+    let value = value.chars().take(8).collect();
+    OptionsError::Value { key, value, expected }
+}
+
+fn parse<T: FromStr>(key: &'static str, value: &str, expected: &'static str) -> Result<T, OptionsError> {
+    value.parse().map_err(|_| wrong(key, value, expected))
+}
+
+fn parse_port(value: &str) -> Result<u16, OptionsError> {
+    let expected = "a port from 1 to 65535";
+    parse("listen", value, expected).and_then(|port| if port == 0 { Err(wrong("listen", value, expected)) } else { Ok(port) })
+}
+
+fn parse_name(value: &str) -> Result<Name, OptionsError> {
+    const { assert!(MAX_NAME_LEN == 64) };
+    let name = Name::try_from(value).ok().filter(|name| !name.is_empty());
+    name.ok_or_else(|| wrong("name", value, "1 to 64 bytes"))
+}
