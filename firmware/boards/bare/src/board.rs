@@ -39,13 +39,8 @@ impl<'m, D: Device> Board<'m, D> {
         let mut data_addrs = Vec::new();
         // A device has room for one address at least.
         let _ = data_addrs.push(stack.local_addr());
-        let announce = Announce {
-            name: options.name.clone(),
-            boot_id,
-            capabilities: node.capabilities(),
-            data_addrs,
-            bus: None,
-        };
+        let announce =
+            Announce { name: options.name.clone(), boot_id, capabilities: node.capabilities(), data_addrs, bus: None };
         let control = Control::new(options.controller, announce, boot_id.0 as u16);
         Self { stack, node, control, was_up: false, ended: None }
     }

@@ -126,7 +126,8 @@ fn parse<T: FromStr>(key: &'static str, value: &str, expected: &'static str) -> 
 
 fn parse_port(value: &str) -> Result<u16, OptionsError> {
     let expected = "a port from 1 to 65535";
-    parse("listen", value, expected).and_then(|port| if port == 0 { Err(wrong("listen", value, expected)) } else { Ok(port) })
+    parse("listen", value, expected)
+        .and_then(|port| if port == 0 { Err(wrong("listen", value, expected)) } else { Ok(port) })
 }
 
 fn parse_name(value: &str) -> Result<Name, OptionsError> {

@@ -119,10 +119,8 @@ impl<D: Device> Stack<D> {
         );
         // Fails for port 0, which options do not have, and for a socket that is open.
         let _ = data.bind(options.listen);
-        let control = tcp::Socket::new(
-            tcp::SocketBuffer::new(&mut control_rx[..]),
-            tcp::SocketBuffer::new(&mut control_tx[..]),
-        );
+        let control =
+            tcp::Socket::new(tcp::SocketBuffer::new(&mut control_rx[..]), tcp::SocketBuffer::new(&mut control_tx[..]));
         let mut sockets = SocketSet::new(&mut sockets[..]);
         let (data, control) = (sockets.add(data), sockets.add(control));
         let (gateway, advertised) = (options.gateway, options.data);

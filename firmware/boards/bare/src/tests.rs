@@ -50,8 +50,12 @@ impl Router {
         match frame.ethertype() {
             EthernetProtocol::Arp => {
                 let packet = ArpPacket::new_checked(frame.payload()).expect("an ARP packet");
-                let ArpRepr::EthernetIpv4 { operation: ArpOperation::Request, source_protocol_addr, target_protocol_addr, .. } =
-                    ArpRepr::parse(&packet).expect("ARP for IPv4")
+                let ArpRepr::EthernetIpv4 {
+                    operation: ArpOperation::Request,
+                    source_protocol_addr,
+                    target_protocol_addr,
+                    ..
+                } = ArpRepr::parse(&packet).expect("ARP for IPv4")
                 else {
                     return;
                 };

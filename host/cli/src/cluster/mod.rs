@@ -11,10 +11,12 @@
 
 mod bind;
 mod events;
+mod given;
 mod process;
 mod start;
 
 pub(crate) use bind::Parts;
+pub(crate) use given::{GivenDevice, places};
 pub(crate) use process::{die_with_supervisor, supervised};
 pub(crate) use start::{
     ClusterConfig, LISTENING, Preference, READY, START_LIMIT, Started, start, start_controller, start_device,
@@ -25,9 +27,12 @@ use events::Event;
 use indicatif::ProgressBar;
 use process::Child;
 use std::io;
+use std::net::SocketAddr;
 use std::process::ExitStatus;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
+use sumac::controller::ClientError;
+use sumac_hal::port::Addr;
 use thiserror::Error;
 
 /// The number of a child, in order of its start.
@@ -78,6 +83,31 @@ pub(crate) enum ClusterError {
         /// What it should have said.
         expected: &'static str,
     },
+    /// A device that should be there does not dial the controller.
+    #[error("no device {name} has dialled the controller at {controller} within {} s; there are: {}", limit.as_secs(), list(names))]
+    Absent {
+        /// Its name.
+        name: String,
+        /// Whom it should have dialled.
+        controller: SocketAddr,
+        /// For how long.
+        limit: Duration,
+        /// Who has.
+        names: Vec<String>,
+    },
+    /// A device of that name is somewhere else.
+    #[error("device {name} receives packets at {}, not at {addr}", found.map_or_else(|| "no address".into(), |found| found.to_string()))]
+    Stranger {
+        /// Its name.
+        name: String,
+        /// Where it should be.
+        addr: SocketAddr,
+        /// Where it is.
+        found: Option<Addr>,
+    },
+    /// The controller does not say who is there.
+    #[error("asking the controller for its devices: {0}")]
+    Controller(Box<ClientError>),
     /// Somebody wants this process to end.
     #[error("ended by signal {0}")]
     Signal(i32),
@@ -191,16 +221,35 @@ impl Supervisor {
     /// As [`Supervisor::next_line`], and any line.
     pub(crate) fn check(&mut self) -> Result<(), ClusterError> {
         while let Ok(event) = self.events.try_recv() {
-            match event {
-                Event::Closed(id) => self.closed(id)?,
-                Event::Line(id, line) => {
-                    let name = self.name(id).to_owned();
-                    return Err(ClusterError::Unexpected { name, line, expected: "no further line" });
-                }
-                Event::Signal(signal) => return Err(ClusterError::Signal(signal)),
-            }
+            self.in_order(event)?;
         }
         Ok(())
+    }
+
+    /// Take an event where no line is due.
+    fn in_order(&mut self, event: Event) -> Result<(), ClusterError> {
+        match event {
+            Event::Closed(id) => self.closed(id),
+            Event::Line(id, line) => {
+                let name = self.name(id).to_owned();
+                Err(ClusterError::Unexpected { name, line, expected: "no further line" })
+            }
+            Event::Signal(signal) => Err(ClusterError::Signal(signal)),
+        }
+    }
+
+    /// Let time pass.
+    ///
+    /// # Errors
+    /// As [`Supervisor::check`], and at once.
+    fn pass(&mut self, time: Duration) -> Result<(), ClusterError> {
+        let limit = Limit::new(time);
+        loop {
+            match self.events.recv_timeout(limit.left()) {
+                Ok(event) => self.in_order(event)?,
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return Ok(()),
+            }
+        }
     }
 
     /// Say that a child has done its work: from now on, its end with status 0 is in order.
@@ -312,6 +361,10 @@ impl Limit {
     fn left(&self) -> Duration {
         self.end.saturating_duration_since(Instant::now())
     }
+}
+
+fn list(names: &[String]) -> String {
+    if names.is_empty() { "none".into() } else { names.join(", ") }
 }
 
 fn stderr_tail(lines: &[String]) -> String {

@@ -30,6 +30,25 @@ pub(crate) struct ClusterConfig<'a> {
     pub(crate) preference: Preference<'a>,
     /// Further options of the device of an index.
     pub(crate) device_options: Option<(usize, Vec<String>)>,
+    /// Where the controller listens; `None`: on any port of loopback that is free.
+    pub(crate) listen: Option<SocketAddr>,
+    /// Devices of the layout that are there already, and where they receive packets: none are started for them.
+    pub(crate) given: Vec<(usize, SocketAddr)>,
+}
+
+impl<'a> ClusterConfig<'a> {
+    /// Describe a cluster of emulated devices of one worker thread each, bound nowhere, that goes by cost.
+    pub(crate) fn new(layout: &'a Layout) -> Self {
+        Self {
+            layout,
+            shards: 1,
+            parts: Parts::anywhere(),
+            preference: Preference::Cost,
+            device_options: None,
+            listen: None,
+            given: Vec::new(),
+        }
+    }
 }
 
 /// Ways that a controller takes whatever they cost.
@@ -49,7 +68,7 @@ pub(crate) struct Started {
     /// Where the controller listens.
     pub(crate) addr: SocketAddr,
     pub(crate) controller: ChildId,
-    /// The layout's devices, in its order.
+    /// The layout's devices, in its order, but for those that were there already.
     pub(crate) devices: Vec<ChildId>,
 }
 
@@ -59,8 +78,10 @@ pub(crate) struct Started {
 /// [`ClusterError`]; the processes started so far are the supervisor's.
 pub(crate) fn start(supervisor: &mut Supervisor, config: &ClusterConfig<'_>) -> Result<Started, ClusterError> {
     let anywhere = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-    let (controller, addr) = start_controller(supervisor, config, anywhere)?;
+    let (controller, addr) = start_controller(supervisor, config, config.listen.unwrap_or(anywhere))?;
+    let is_given = |index: &usize| config.given.iter().any(|(given, _)| given == index);
     let devices: Vec<ChildId> = (0..config.layout.devices.len())
+        .filter(|index| !is_given(index))
         .map(|index| start_device(supervisor, config, index, addr))
         .collect::<Result<_, _>>()?;
     let limit = Limit::new(START_LIMIT);
@@ -70,6 +91,9 @@ pub(crate) fn start(supervisor: &mut Supervisor, config: &ClusterConfig<'_>) -> 
         if !line.starts_with(READY) || !waiting.remove(&id) {
             return Err(unexpected(supervisor, id, line, "`ready NAME`, once"));
         }
+    }
+    for &(index, at) in &config.given {
+        supervisor.wait_registered(addr, &config.layout.devices[index], at)?;
     }
     Ok(Started { addr, controller, devices })
 }

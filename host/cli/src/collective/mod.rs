@@ -14,7 +14,7 @@ pub(crate) use args::{AllGatherArgs, AllReduceArgs, BroadcastArgs, ReduceScatter
 pub(crate) use bucket::Piece;
 pub(crate) use rank::run as run_rank;
 
-use crate::cluster::{self, ClusterConfig, Limit, Parts, Preference, Supervisor};
+use crate::cluster::{self, ClusterConfig, Limit, Supervisor};
 use crate::exit::Failure;
 use crate::files::{AgreeError, ArrayFile, Axis0, Format, Output, OutputHead, Shape, inspect_all};
 use crate::job::{FileWork, RankJob, Report, Work};
@@ -169,9 +169,7 @@ impl Job<'_> {
         outputs: &[Option<Output>],
         supervisor: &mut Supervisor,
     ) -> Result<Combined, Failure> {
-        let (parts, preference, device_options) = (Parts::anywhere(), Preference::Cost, None);
-        let config = ClusterConfig { layout, shards: 1, parts, preference, device_options };
-        let controller = cluster::start(supervisor, &config)?.addr;
+        let controller = cluster::start(supervisor, &ClusterConfig::new(layout))?.addr;
         let Call { collective, op, root, run } = self.call;
         let world = self.inputs.len();
         let mut ranks = Vec::new();

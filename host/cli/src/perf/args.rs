@@ -1,5 +1,6 @@
 //! The options of `sumac perf`, in the manner of nccl-tests.
 
+use crate::cluster::GivenDevice;
 use crate::job::Case;
 use crate::options::{self, Algo, Attach, OrderName};
 use crate::perf::fault::Fault;
@@ -7,7 +8,9 @@ use crate::size::{SizeBytes, sweep};
 use crate::workload::{Check, MemoryKind};
 use anyhow::{bail, ensure};
 use clap::Args;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
+use sumac::comm::DEFAULT_PORT;
 use sumac_hal::op::{Collective, Dtype, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
@@ -89,6 +92,17 @@ pub(crate) struct PerfArgs {
     /// Build the tree planned on this fabric (an ibnetdiscover dump or TOML) out of emulated devices
     #[arg(long, value_name = "FILE")]
     pub(super) topology: Option<PathBuf>,
+    /// Measure a device that is there already, a board or another machine, in the place of an emulated one: where its
+    /// first shard receives packets; may be given several times
+    ///
+    /// It is to dial the controller that this run starts (--listen), under the name of the tree's node that it is:
+    /// `leaf0`, or, where there are several, NAME. Ranks send it packets.
+    #[arg(long = "device", value_name = "[NAME=]IP:PORT", conflicts_with = "fault")]
+    pub(super) devices: Vec<GivenDevice>,
+    /// Where the run's controller listens if a device is to find it; loopback only, as long as nothing is authenticated
+    #[arg(long, value_name = "ADDRESS", requires = "devices",
+          default_value_t = SocketAddr::from((Ipv4Addr::LOCALHOST, DEFAULT_PORT)))]
+    pub(super) listen: SocketAddr,
     /// How long one operation may take before it fails, in seconds
     #[arg(long = "timeout", value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub(super) timeout_s: u64,

@@ -65,7 +65,9 @@ fn measure(
     let round_trip_ns = if args.json { None } else { machine::cache_line_round_trip_ns() };
     bar.set_message("starting the controller and the devices");
     let preference = args.overrides.as_deref().map_or(Preference::Cost, Preference::File);
-    let config = ClusterConfig { preference, ..config(args, layout) };
+    let given = cluster::places(&layout.devices, &args.devices).map_err(|why| Failure::Input(anyhow!(why)))?;
+    let listen = (!given.is_empty()).then_some(args.listen);
+    let config = ClusterConfig { preference, listen, given, ..config(args, layout) };
     let mut output = Output::new(args, layout, round_trip_ns, bar);
     if let Some(fault) = args.fault {
         fault::measure(args, fault, cases, config, supervisor, &mut output)?;
@@ -98,7 +100,7 @@ fn measure(
 /// Describe the cluster that is asked for.
 fn config<'a>(args: &PerfArgs, layout: &'a Layout) -> ClusterConfig<'a> {
     let parts = if args.no_bind { Parts::anywhere() } else { Parts::new(layout) };
-    ClusterConfig { layout, shards: args.shards, parts, preference: Preference::Cost, device_options: None }
+    ClusterConfig { shards: args.shards, parts, ..ClusterConfig::new(layout) }
 }
 
 /// Wait until all ranks have joined, and return how they reach the tree, if there is one.

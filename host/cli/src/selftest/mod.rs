@@ -13,7 +13,7 @@ mod snapshot;
 mod table;
 
 use crate::address::ControllerAddress;
-use crate::cluster::{self, ClusterConfig, Parts, Preference, Supervisor};
+use crate::cluster::{self, ClusterConfig, Supervisor};
 use crate::exit::Failure;
 use crate::layout::Layout;
 use crate::size::SizeBytes;
@@ -90,9 +90,7 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
             };
             let layout = layout.map_err(Failure::Input)?;
             let started = supervisor.insert(Supervisor::new(ProgressBar::hidden(), verbose)?);
-            let (parts, preference, device_options) = (Parts::anywhere(), Preference::Cost, None);
-            let config = ClusterConfig { layout: &layout, shards: 1, parts, preference, device_options };
-            cluster::start(started, &config)?.addr
+            cluster::start(started, &ClusterConfig::new(&layout))?.addr
         }
     };
     let report = status(controller).map_err(Failure::run)?;

@@ -1,0 +1,206 @@
+//! The core: start, translation, exceptions, the timers and the firmware below (PSCI).
+//!
+//! Invariants:
+//! - the MMU is on before Rust runs, with RAM as normal memory and registers as Device memory: with it off all memory
+//!   is Device memory, where unaligned and exclusive accesses fault on hardware (Arm ARM, B2.7.2);
+//! - floating point is on (`CPACR_EL1.FPEN`), which the kernels use;
+//! - interrupts stay masked and only end a wait; the watchdog's comes as an FIQ, which is not masked, and never returns;
+//! - every fault and every panic is recorded, and ends this life of the device: nothing hangs in silence.
+
+use core::arch::{asm, global_asm};
+use core::time::Duration;
+use sumac_hal::time::Instant;
+
+/// How long the stack is; `link.ld` says the same.
+const STACK_PAINT: u64 = 0x5ac5_ac5a_c5ac_5ac5;
+
+/// The frequency of the system counter in Hz.
+fn counter_hz() -> u64 {
+    let hz: u64;
+    // SAFETY: reads a register.
+    unsafe { asm!("mrs {}, cntfrq_el0", out(reg) hz, options(nomem, nostack, preserves_flags)) };
+    hz.max(1)
+}
+
+fn counter() -> u64 {
+    let count: u64;
+    // SAFETY: reads a register, after what comes before it.
+    unsafe { asm!("isb", "mrs {}, cntvct_el0", out(reg) count, options(nomem, nostack, preserves_flags)) };
+    count
+}
+
+/// Return the time since the board was switched on.
+pub(crate) fn now() -> Instant {
+    let nanos = u128::from(counter()) * 1_000_000_000 / u128::from(counter_hz());
+    Instant::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+}
+
+fn count_at(at: Instant) -> u64 {
+    let count = u128::from(at.as_nanos()) * u128::from(counter_hz()) / 1_000_000_000;
+    u64::try_from(count).unwrap_or(u64::MAX)
+}
+
+/// Let the virtual timer's interrupt be pending from `at` on.
+pub(crate) fn set_alarm(at: Instant) {
+    // SAFETY: writes the virtual timer's registers, which nobody else uses. The counter rounds down, so one more.
+    unsafe {
+        asm!("msr cntv_cval_el0, {}", "msr cntv_ctl_el0, {}", "isb", in(reg) count_at(at).saturating_add(1), in(reg) 1_u64,
+             options(nomem, nostack, preserves_flags));
+    }
+}
+
+/// Let the watchdog bite after `patience` unless this is called again before.
+pub(crate) fn pet_watchdog(patience: Duration) {
+    let ticks = patience.as_micros() as u64 * counter_hz() / 1_000_000;
+    let count: u64;
+    // SAFETY: reads and writes the physical timer's registers, which nobody else uses.
+    unsafe {
+        asm!("mrs {}, cntpct_el0", out(reg) count, options(nomem, nostack, preserves_flags));
+        asm!("msr cntp_cval_el0, {}", "msr cntp_ctl_el0, {}", "isb", in(reg) count.saturating_add(ticks), in(reg) 1_u64,
+             options(nomem, nostack, preserves_flags));
+    }
+}
+
+/// Let the watchdog bite: its interrupt comes as an FIQ.
+pub(crate) fn unmask_watchdog() {
+    // SAFETY: unmasks FIQs, of which there is one; it is handled below.
+    unsafe { asm!("msr daifclr, #1", options(nomem, nostack, preserves_flags)) };
+}
+
+/// Sleep until an interrupt is pending; returns at once if one is.
+pub(crate) fn wait_for_interrupt() {
+    // SAFETY: waits. Masked interrupts end it as well.
+    unsafe { asm!("dsb sy", "wfi", options(nostack, preserves_flags)) };
+}
+
+/// Mask interrupts and return what was masked before.
+pub(crate) fn mask_all() -> u64 {
+    let masks: u64;
+    // SAFETY: reads and sets the mask bits.
+    unsafe { asm!("mrs {}, daif", "msr daifset, #3", out(reg) masks, options(nomem, nostack, preserves_flags)) };
+    masks
+}
+
+/// Mask what was masked before.
+pub(crate) fn restore_masks(masks: u64) {
+    // SAFETY: sets the mask bits to what they were.
+    unsafe { asm!("msr daif, {}", in(reg) masks, options(nomem, nostack, preserves_flags)) };
+}
+
+/// Begin another life: reset the machine (PSCI SYSTEM_RESET, DEN0022, 5.11).
+pub(crate) fn reset() -> ! {
+    const SYSTEM_RESET: u64 = 0x8400_0009;
+    // SAFETY: the call does not return.
+    unsafe { asm!("dsb sy", "hvc #0", in("x0") SYSTEM_RESET, options(noreturn)) }
+}
+
+unsafe extern "C" {
+    static mut stack_bottom: u64;
+    static mut stack_top: u64;
+}
+
+/// Return how many bytes of the stack were ever used, and how long it is: what start-up painted is gone where it was.
+pub(crate) fn stack_high_water() -> (usize, usize) {
+    let (bottom, top) = (&raw const stack_bottom, &raw const stack_top);
+    let words = (top as usize - bottom as usize) / 8;
+    // SAFETY: the words from `bottom` on lie in the stack, and reading them races with nobody: one core, no interrupts.
+    let untouched = (0..words).take_while(|&word| unsafe { bottom.add(word).read_volatile() } == STACK_PAINT).count();
+    ((words - untouched) * 8, words * 8)
+}
+
+/// Where faults lead to.
+extern "C" fn fault(syndrome: u64, address: u64, at: u64) -> ! {
+    crate::crash::fault(syndrome, address, at)
+}
+
+/// Where FIQs lead to: the watchdog's.
+extern "C" fn bite(at: u64) -> ! {
+    crate::crash::bite(at)
+}
+
+/// The first-level translation table for 39-bit addresses: one entry a GiB, mapped to itself.
+#[repr(C, align(4096))]
+struct Table([u64; 512]);
+
+static TABLE: Table = {
+    const BLOCK: u64 = 0b01;
+    const ACCESSED: u64 = 1 << 10;
+    const INNER_SHAREABLE: u64 = 0b11 << 8;
+    const NEVER_EXECUTE: u64 = 0b11 << 53;
+    // Indices into MAIR_EL1 as `_start` sets it.
+    const DEVICE: u64 = 0 << 2;
+    const NORMAL: u64 = 1 << 2;
+    let mut entries = [0; 512];
+    entries[0] = BLOCK | ACCESSED | NEVER_EXECUTE | DEVICE;
+    entries[1] = 0x4000_0000 | BLOCK | ACCESSED | INNER_SHAREABLE | NORMAL;
+    Table(entries)
+};
+
+global_asm!(
+    r#"
+.section .text.start, "ax"
+.globl _start
+_start:
+    mov     x0, #(3 << 20)          // CPACR_EL1.FPEN: no trap of floating point
+    msr     cpacr_el1, x0
+    ldr     x0, =vectors
+    msr     vbar_el1, x0
+
+    mov     x0, #0xff00             // 0: Device-nGnRnE; 1: normal, write-back
+    msr     mair_el1, x0
+    ldr     x0, =0x100803519        // T0SZ 25, 4 KiB granule, walks cacheable and shareable, no TTBR1, 36-bit addresses
+    msr     tcr_el1, x0
+    ldr     x0, ={table}
+    msr     ttbr0_el1, x0
+    isb
+    tlbi    vmalle1
+    dsb     sy
+    isb
+    mrs     x0, sctlr_el1
+    mov     x1, #0x1005             // M, C, I
+    orr     x0, x0, x1
+    msr     sctlr_el1, x0
+    isb
+
+    ldr     x0, =bss_start
+    ldr     x1, =bss_end
+0:  cmp     x0, x1
+    b.hs    1f
+    stp     xzr, xzr, [x0], #16
+    b       0b
+1:  ldr     x0, =stack_bottom
+    ldr     x1, =stack_top
+    ldr     x2, ={paint}
+2:  cmp     x0, x1
+    b.hs    3f
+    stp     x2, x2, [x0], #16
+    b       2b
+3:  mov     sp, x1
+    bl      {main}
+    b       .
+    .ltorg
+
+.balign 2048
+vectors:
+.macro entry to
+    mrs     x0, esr_el1
+    mrs     x1, far_el1
+    mrs     x2, elr_el1
+    b       \to
+    .balign 128
+.endm
+.rept 4
+    entry   {fault}
+    entry   {fault}
+    mrs     x0, elr_el1
+    b       {bite}
+    .balign 128
+    entry   {fault}
+.endr
+"#,
+    table = sym TABLE,
+    paint = const STACK_PAINT,
+    main = sym crate::main,
+    fault = sym fault,
+    bite = sym bite,
+);

@@ -1,0 +1,29 @@
+//! How a life ends, other than by order: recorded, logged, and followed by the next life, with a boot id of its own.
+//!
+//! What had been logged and not sent is in memory that the reset leaves alone, so it comes out in the next life.
+
+use crate::cpu;
+use crate::keep::{self, End};
+
+fn end(end: End) -> ! {
+    critical_section::with(|section| keep::end(section, end));
+    cpu::reset()
+}
+
+/// A fault of the core: exception syndrome, the address it was about, and where it happened.
+pub(crate) fn fault(syndrome: u64, address: u64, at: u64) -> ! {
+    defmt::error!("fault: ESR {=u64:#x}, FAR {=u64:#x}, ELR {=u64:#x}", syndrome, address, at);
+    end(End::Fault)
+}
+
+/// The loop did not come round in time.
+pub(crate) fn bite(at: u64) -> ! {
+    defmt::error!("watchdog: no progress, at ELR {=u64:#x}", at);
+    end(End::Watchdog)
+}
+
+#[panic_handler]
+fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
+    defmt::error!("panic: {}", defmt::Display2Format(info));
+    end(End::Panic)
+}

@@ -1,0 +1,88 @@
+//! The interrupt controller (GICv2): lets interrupts end a wait, and the watchdog's through.
+//!
+//! Nothing here is ever taken as an IRQ: they stay masked at the core and wake it. Group 0 comes as an FIQ (GICv2
+//! architecture specification, IHI 0048B, 4.4.4), and holds the watchdog alone.
+
+use core::ptr::NonNull;
+use volatile::access::ReadWrite;
+use volatile::{VolatileFieldAccess, VolatilePtr, VolatileRef};
+
+/// The virtual timer's interrupt: a private one.
+pub(crate) const VIRTUAL_TIMER: u32 = 27;
+
+/// The physical timer's, which is the watchdog here.
+pub(crate) const PHYSICAL_TIMER: u32 = 30;
+
+/// The distributor's registers as far as they are used (IHI 0048B, 4.3).
+#[repr(C)]
+#[derive(VolatileFieldAccess)]
+struct Distributor {
+    #[access(ReadWrite)]
+    control: u32,
+    reserved: [u32; 31],
+    #[access(ReadWrite)]
+    group: [u32; 32],
+    /// Writing 1 enables; reading tells.
+    #[access(ReadWrite)]
+    set_enable: [u32; 32],
+    between: [u32; 32 * 5 + 256],
+    /// The cores that an interrupt goes to, a byte each.
+    #[access(ReadWrite)]
+    targets: [u8; 1024],
+}
+
+const _: () = assert!(core::mem::offset_of!(Distributor, targets) == 0x800);
+
+bitflags::bitflags! {
+    /// GICC_CTLR (IHI 0048B, 4.4.1).
+    struct InterfaceControl: u32 {
+        const GROUP_0 = 1 << 0;
+        const GROUP_1 = 1 << 1;
+        const GROUP_0_AS_FIQ = 1 << 3;
+    }
+}
+
+/// The core's interface (IHI 0048B, 4.4).
+#[repr(C)]
+#[derive(VolatileFieldAccess)]
+struct Interface {
+    #[access(ReadWrite)]
+    control: u32,
+    #[access(ReadWrite)]
+    priority_mask: u32,
+}
+
+const DISTRIBUTOR: NonNull<Distributor> = NonNull::new(0x0800_0000 as *mut Distributor).unwrap();
+const INTERFACE: NonNull<Interface> = NonNull::new(0x0801_0000 as *mut Interface).unwrap();
+
+/// Let both timers and the shared interrupt `nic` through to this core.
+///
+/// # Panics
+/// If there is no such interrupt: GICv2 has 1,020.
+pub(crate) fn start(nic: u32) {
+    assert!(nic < 1_020, "interrupt {nic}");
+    // SAFETY: QEMU's virt board has these registers there, mapped as Device memory, and nobody else uses them.
+    let (mut distributor, mut interface) = unsafe { (VolatileRef::new(DISTRIBUTOR), VolatileRef::new(INTERFACE)) };
+    let distributor = distributor.as_mut_ptr();
+    for number in [VIRTUAL_TIMER, nic] {
+        let group = word(distributor.group(), number);
+        group.write(group.read() | 1 << (number % 32));
+    }
+    for number in [VIRTUAL_TIMER, nic, PHYSICAL_TIMER] {
+        word(distributor.set_enable(), number).write(1 << (number % 32));
+    }
+    // SAFETY: a byte for each interrupt, of which there are enough.
+    let target = unsafe { distributor.targets().map(|bytes| bytes.cast::<u8>().add(nic as usize)) };
+    target.write(1);
+    distributor.control().write(0b11);
+    let interface = interface.as_mut_ptr();
+    interface.priority_mask().write(0xff);
+    let control = InterfaceControl::GROUP_0 | InterfaceControl::GROUP_1 | InterfaceControl::GROUP_0_AS_FIQ;
+    interface.control().write(control.bits());
+}
+
+/// Return the word that holds the bit of interrupt `number`.
+fn word(registers: VolatilePtr<'_, [u32; 32], ReadWrite>, number: u32) -> VolatilePtr<'_, u32, ReadWrite> {
+    // SAFETY: 32 words have bits for 1,024 interrupts, and there is none behind them.
+    unsafe { registers.map(|words| words.cast::<u32>().add(number as usize / 32)) }
+}

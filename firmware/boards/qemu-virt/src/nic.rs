@@ -1,0 +1,251 @@
+//! The network: virtio-net over MMIO.
+//!
+//! Frames are read and written where the card puts them; a buffer is the driver's or the card's, never both's.
+
+use core::cell::{RefCell, UnsafeCell};
+use core::ptr::NonNull;
+use core::sync::atomic::{AtomicUsize, Ordering};
+use heapless::Vec;
+use smoltcp::phy::{Checksum, Device, DeviceCapabilities, Medium, RxToken, TxToken};
+use smoltcp::time::Instant;
+use virtio_drivers::device::net::VirtIONetRaw;
+use virtio_drivers::device::rng::VirtIORng;
+use virtio_drivers::transport::mmio::{MmioTransport, VirtIOHeader};
+use virtio_drivers::transport::{DeviceType, Transport};
+use virtio_drivers::{BufferDirection, Hal, PAGE_SIZE, PhysAddr};
+
+/// Descriptors of each queue; QEMU's default limit.
+const QUEUE: usize = 256;
+
+/// Frames on their way out.
+const TX_FRAMES: usize = 128;
+
+/// A frame with virtio's header: the longest is 12 + 1,514 bytes.
+const FRAME_BYTES: usize = 1536;
+
+/// The first of the board's virtio slots, what lies between two, and the first one's interrupt (QEMU's hw/arm/virt).
+const SLOTS: usize = 32;
+const FIRST_SLOT: usize = 0x0a00_0000;
+const SLOT_BYTES: usize = 0x200;
+const FIRST_INTERRUPT: u32 = 48;
+
+/// Pages for the queues of one network card and one source of randomness.
+const DMA_PAGES: usize = 64;
+
+#[repr(C, align(4096))]
+struct Pages(UnsafeCell<[[u8; PAGE_SIZE]; DMA_PAGES]>);
+
+// SAFETY: each page is given out once, by `dma_alloc`.
+unsafe impl Sync for Pages {}
+
+static PAGES: Pages = Pages(UnsafeCell::new([[0; PAGE_SIZE]; DMA_PAGES]));
+static PAGES_TAKEN: AtomicUsize = AtomicUsize::new(0);
+
+/// Memory as virtio devices see it: all of it, at the same addresses, coherently.
+struct Memory;
+
+// SAFETY: `dma_alloc` gives out zeroed pages of a static, each once; addresses are the same on both sides.
+unsafe impl Hal for Memory {
+    fn dma_alloc(pages: usize, _direction: BufferDirection) -> (PhysAddr, NonNull<u8>) {
+        let first = PAGES_TAKEN.fetch_add(pages, Ordering::Relaxed);
+        assert!(first + pages <= DMA_PAGES, "{pages} pages for queues, and {first} of {DMA_PAGES} are taken");
+        let page = PAGES.0.get().cast::<[u8; PAGE_SIZE]>().wrapping_add(first).cast::<u8>();
+        let page = NonNull::new(page).unwrap_or(NonNull::dangling());
+        (page.as_ptr() as PhysAddr, page)
+    }
+
+    unsafe fn dma_dealloc(_physical: PhysAddr, _virtual: NonNull<u8>, _pages: usize) -> i32 {
+        // Queues live as long as the board.
+        0
+    }
+
+    unsafe fn mmio_phys_to_virt(physical: PhysAddr, _size: usize) -> NonNull<u8> {
+        NonNull::new(physical as *mut u8).unwrap_or(NonNull::dangling())
+    }
+
+    unsafe fn share(buffer: NonNull<[u8]>, _direction: BufferDirection) -> PhysAddr {
+        buffer.cast::<u8>().as_ptr() as PhysAddr
+    }
+
+    unsafe fn unshare(_physical: PhysAddr, _buffer: NonNull<[u8]>, _direction: BufferDirection) {}
+}
+
+/// Return the first device of a kind, with its interrupt.
+fn find(kind: DeviceType) -> Option<(MmioTransport<'static>, u32)> {
+    (0..SLOTS).find_map(|slot| {
+        let header = NonNull::new((FIRST_SLOT + slot * SLOT_BYTES) as *mut VirtIOHeader)?;
+        // SAFETY: the board has a virtio slot there, mapped as Device memory; empty ones say so.
+        let transport = unsafe { MmioTransport::new(header, SLOT_BYTES) }.ok()?;
+        (transport.device_type() == kind).then_some((transport, FIRST_INTERRUPT + slot as u32))
+    })
+}
+
+/// Return random bits, if the board has a source of them.
+pub(crate) fn random() -> Option<u64> {
+    let (transport, _) = find(DeviceType::EntropySource)?;
+    let mut source = VirtIORng::<Memory, _>::new(transport).ok()?;
+    let mut bytes = [0; 8];
+    let mut have = 0;
+    while have < bytes.len() {
+        have += source.request_entropy(&mut bytes[have..]).ok().filter(|&count| count > 0)?;
+    }
+    Some(u64::from_le_bytes(bytes))
+}
+
+/// What frames lie in.
+pub(crate) struct Frames {
+    rx: [[u8; FRAME_BYTES]; QUEUE],
+    tx: [[u8; FRAME_BYTES]; TX_FRAMES],
+}
+
+impl Frames {
+    pub(crate) const fn new() -> Self {
+        Self { rx: [[0; FRAME_BYTES]; QUEUE], tx: [[0; FRAME_BYTES]; TX_FRAMES] }
+    }
+}
+
+/// The queues, and the way out.
+struct Queues {
+    card: VirtIONetRaw<Memory, MmioTransport<'static>, QUEUE>,
+    tx: &'static mut [[u8; FRAME_BYTES]; TX_FRAMES],
+    free: Vec<u8, TX_FRAMES>,
+    /// Which frame a descriptor sends, and how long it is with virtio's header.
+    sent: [(u8, u16); QUEUE],
+}
+
+/// A network card.
+pub(crate) struct Nic {
+    // Apart, as a frame that is looked at may be answered at once.
+    rx: RefCell<&'static mut [[u8; FRAME_BYTES]; QUEUE]>,
+    queues: RefCell<Queues>,
+    interrupt: u32,
+}
+
+impl Nic {
+    /// Find the board's network card and hand it its buffers.
+    ///
+    /// # Panics
+    /// If there is none: such a board is of no use.
+    pub(crate) fn new(frames: &'static mut Frames) -> Self {
+        let Some((transport, interrupt)) = find(DeviceType::Network) else {
+            panic!("no virtio-net: start QEMU with -device virtio-net-device");
+        };
+        let mut card = match VirtIONetRaw::new(transport) {
+            Ok(card) => card,
+            Err(error) => panic!("virtio-net: {error}"),
+        };
+        let Frames { rx, tx } = frames;
+        for (index, frame) in rx.iter_mut().enumerate() {
+            // SAFETY: the frame is the card's until `receive_complete` gives it back; nobody touches it meanwhile.
+            let token = unsafe { card.receive_begin(frame) };
+            // One descriptor a frame, and each comes back before it is used again: so numbers stay the same.
+            assert!(token == Ok(index as u16), "descriptor {index} of an empty queue");
+        }
+        card.enable_interrupts();
+        let free = (0..TX_FRAMES as u8).collect();
+        let queues = RefCell::new(Queues { card, tx, free, sent: [(0, 0); QUEUE] });
+        Self { rx: RefCell::new(rx), queues, interrupt }
+    }
+
+    pub(crate) fn mac(&self) -> [u8; 6] {
+        self.queues.borrow().card.mac_address()
+    }
+
+    /// Return the number of its interrupt.
+    pub(crate) const fn interrupt(&self) -> u32 {
+        self.interrupt
+    }
+
+    /// Let the interrupt go: it comes again with the next frame.
+    pub(crate) fn acknowledge(&mut self) {
+        self.queues.get_mut().card.ack_interrupt();
+    }
+}
+
+impl Queues {
+    /// Take back frames that have left.
+    fn reap(&mut self) {
+        while let Some(token) = self.card.poll_transmit() {
+            let (frame, len) = self.sent[usize::from(token)];
+            let bytes = &self.tx[usize::from(frame)][..usize::from(len)];
+            // SAFETY: the same bytes as at `transmit_begin`.
+            if unsafe { self.card.transmit_complete(token, bytes) }.is_err() {
+                panic!("virtio-net gave back descriptor {token}, which was not its own");
+            }
+            // As many places as frames.
+            let _ = self.free.push(frame);
+        }
+    }
+}
+
+/// A frame that has arrived: a descriptor that the card is done with.
+pub(crate) struct Received<'a> {
+    nic: &'a Nic,
+    token: u16,
+}
+
+impl RxToken for Received<'_> {
+    fn consume<R, F: FnOnce(&[u8]) -> R>(self, f: F) -> R {
+        let mut frames = self.nic.rx.borrow_mut();
+        let frame = &mut frames[usize::from(self.token)];
+        // SAFETY: the frame is that of `receive_begin`, which gave it this number.
+        let done = unsafe { self.nic.queues.borrow_mut().card.receive_complete(self.token, frame) };
+        let result = f(done.ok().and_then(|(head, len)| frame.get(head..head + len)).unwrap_or_default());
+        // SAFETY: as at first: it is the card's again.
+        let token = unsafe { self.nic.queues.borrow_mut().card.receive_begin(frame) };
+        assert!(token == Ok(self.token), "descriptor {} has changed its number", self.token);
+        result
+    }
+}
+
+/// Room for a frame.
+pub(crate) struct Sending<'a>(&'a Nic);
+
+impl TxToken for Sending<'_> {
+    fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, len: usize, f: F) -> R {
+        let mut queues = self.0.queues.borrow_mut();
+        let queues = &mut *queues;
+        // A token is given out only if there is a frame, and one at a time.
+        let Some(index) = queues.free.pop() else { panic!("no frame for {len} bytes") };
+        let frame = &mut queues.tx[usize::from(index)];
+        let head = queues.card.fill_buffer_header(frame).unwrap_or(0);
+        let result = f(&mut frame[head..head + len]);
+        // SAFETY: the bytes are the card's until `transmit_complete`; nobody touches them meanwhile.
+        match unsafe { queues.card.transmit_begin(&frame[..head + len]) } {
+            Ok(token) => queues.sent[usize::from(token)] = (index, (head + len) as u16),
+            Err(error) => panic!("virtio-net takes no frame, and {} are free: {error}", queues.free.len()),
+        }
+        result
+    }
+}
+
+impl Device for Nic {
+    type RxToken<'a> = Received<'a>;
+    type TxToken<'a> = Sending<'a>;
+
+    fn receive(&mut self, _now: Instant) -> Option<(Received<'_>, Sending<'_>)> {
+        let queues = self.queues.get_mut();
+        queues.reap();
+        // What arrives may have to be answered.
+        if queues.free.is_empty() {
+            return None;
+        }
+        let token = queues.card.poll_receive()?;
+        Some((Received { nic: self, token }, Sending(self)))
+    }
+
+    fn transmit(&mut self, _now: Instant) -> Option<Sending<'_>> {
+        let queues = self.queues.get_mut();
+        queues.reap();
+        (!queues.free.is_empty()).then_some(Sending(self))
+    }
+
+    fn capabilities(&self) -> DeviceCapabilities {
+        let mut capabilities = DeviceCapabilities::default();
+        capabilities.medium = Medium::Ethernet;
+        capabilities.max_transmission_unit = 1514;
+        capabilities.max_burst_size = Some(TX_FRAMES);
+        capabilities.checksum.udp = Checksum::Both;
+        capabilities
+    }
+}
