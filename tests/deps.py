@@ -45,6 +45,7 @@ ARROWS = {
     "sumac-device": {"sumac-hal"},
     "sumac": {"sumac-hal"},
     "sumac-firmware": {"sumac-hal", "sumac-device"},
+    "sumac-bare": {"sumac-hal", "sumac-device"},
     "sumac-cli": ANY,
     "sumac-tests": ANY,
 }

@@ -1,5 +1,6 @@
 //! The command line: what `--help` says, and which subcommands there are.
 
+use crate::board::{EmulateArgs, LogArgs};
 use crate::collective::{AllGatherArgs, AllReduceArgs, BroadcastArgs, ReduceScatterArgs};
 use crate::devices::DevicesArgs;
 use crate::doctor::DoctorArgs;
@@ -103,8 +104,15 @@ pub(crate) enum Command {
     /// Every line is ok, warn (works, but worse than it could) or missing, with what to do about it. Exit status 1 if
     /// something that perf needs does not work.
     Doctor(DoctorArgs),
-    /// Boot streams for BlueField-class cards: list, verify, build, extract, repack
+    /// Boot streams for BlueField-class cards and images of boards: list, verify, build, run, extract, repack
     Image(ImageArgs),
+    /// Print a board's log as text: time, level, message and source line
+    ///
+    /// A board's serial port carries log frames (defmt); their texts are in its image.
+    Log(LogArgs),
+    /// Become an emulator, as `image run` has it
+    #[command(hide = true)]
+    Emulate(EmulateArgs),
     /// Push a boot stream to a BlueField-class card over rshim, and follow its boot
     ///
     /// Image and card are checked before anything is changed. The card counts as flashed when it says so, never before.

@@ -14,6 +14,7 @@ macro_rules! tell {
 
 mod address;
 mod args;
+mod board;
 mod cluster;
 mod collective;
 mod devices;
@@ -60,6 +61,8 @@ fn main() -> ExitCode {
         Command::Plan(args) => plan::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Image(args) => image::run(&args),
+        Command::Log(args) => board::show_log(&args),
+        Command::Emulate(args) => board::emulate(&args),
         Command::Flash(args) => flash::run(&args),
         Command::Devices(args) => devices::run(&args),
         Command::RshimWorker(args) => flash::worker::run(&args),

@@ -17,7 +17,7 @@ use sumac_hal::time::Instant;
 pub enum BoardEvent {
     /// The controller is connected.
     Connected,
-    /// It is no more.
+    /// It is no more, or can't be reached; told once, however often it is dialled.
     Disconnected(ControlError),
     /// The node's.
     Node(Event),
@@ -29,7 +29,8 @@ pub struct Board<'m, D: Device> {
     stack: Stack<D>,
     node: Node<'m>,
     control: Control,
-    was_up: bool,
+    /// What was told last of the controller: that it is connected, that it is not, or nothing yet.
+    told_up: Option<bool>,
     ended: Option<ControlError>,
 }
 
@@ -42,7 +43,7 @@ impl<'m, D: Device> Board<'m, D> {
         let announce =
             Announce { name: options.name.clone(), boot_id, capabilities: node.capabilities(), data_addrs, bus: None };
         let control = Control::new(options.controller, announce, boot_id.0 as u16);
-        Self { stack, node, control, was_up: false, ended: None }
+        Self { stack, node, control, told_up: None, ended: None }
     }
 
     /// Return the NIC.
@@ -69,12 +70,14 @@ impl<'m, D: Device> Board<'m, D> {
 
     /// Return the next thing that has happened.
     pub fn poll_event(&mut self) -> Option<BoardEvent> {
-        if let Some(error) = self.ended.take() {
-            self.was_up = false;
+        if let Some(error) = self.ended.take()
+            && self.told_up != Some(false)
+        {
+            self.told_up = Some(false);
             return Some(BoardEvent::Disconnected(error));
         }
-        if self.control.is_up() && !self.was_up {
-            self.was_up = true;
+        if self.control.is_up() && self.told_up != Some(true) {
+            self.told_up = Some(true);
             return Some(BoardEvent::Connected);
         }
         self.node.poll_event().map(BoardEvent::Node)

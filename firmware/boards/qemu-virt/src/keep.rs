@@ -48,7 +48,8 @@ struct Cell(UnsafeCell<Kept>);
 unsafe impl Sync for Cell {}
 
 #[unsafe(link_section = ".keep")]
-static KEPT: Cell = Cell(UnsafeCell::new(Kept { magic: 0, lives: 0, end: 0, head: 0, len: 0, lost: 0, log: [0; LOG_BYTES] }));
+static KEPT: Cell =
+    Cell(UnsafeCell::new(Kept { magic: 0, lives: 0, end: 0, head: 0, len: 0, lost: 0, log: [0; LOG_BYTES] }));
 
 fn with<R>(_section: CriticalSection<'_>, f: impl FnOnce(&mut Kept) -> R) -> R {
     // SAFETY: a critical section masks what could interrupt, on the one core; `f` of this module never calls `with`.

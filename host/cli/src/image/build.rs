@@ -2,8 +2,9 @@
 
 use super::file::{Output, Outputs, parse_pair};
 use super::repack::{Making, ManifestArgs};
+use crate::board::{self, BareBoard, BuildOptions};
 use crate::exit::Failure;
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use clap::Args;
 use ed25519_dalek::SigningKey;
 use std::io::{self, Write};
@@ -22,11 +23,11 @@ pub(super) struct BuildArgs {
     #[arg(long, value_enum, default_value_t = BoardName::Bluefield)]
     board: BoardName,
     /// The kernel (`image`): an arm64 Image, or another UEFI application
-    #[arg(long, value_name = "FILE")]
-    kernel: PathBuf,
+    #[arg(long, value_name = "FILE", required_if_eq("board", "bluefield"))]
+    kernel: Option<PathBuf>,
     /// Its first file system, compressed or not
-    #[arg(long, value_name = "FILE")]
-    initramfs: PathBuf,
+    #[arg(long, value_name = "FILE", required_if_eq("board", "bluefield"))]
+    initramfs: Option<PathBuf>,
     /// A boot stream with the vendor's boot loaders, such as /lib/firmware/mellanox/boot/default.bfb
     #[arg(long, value_name = "FILE")]
     base: Option<PathBuf>,
@@ -39,46 +40,62 @@ pub(super) struct BuildArgs {
     append: String,
     #[command(flatten)]
     manifest: ManifestArgs,
-    /// The file to write
-    #[arg(short, long, value_name = "FILE")]
-    output: PathBuf,
+    #[command(flatten)]
+    bare: BuildOptions,
+    /// The file to write [for boards without an operating system: unasked, it stays where cargo makes it]
+    #[arg(short, long, value_name = "FILE", required_if_eq("board", "bluefield"))]
+    output: Option<PathBuf>,
 }
 
-/// The kinds of cards that there are recipes for.
+/// The kinds of cards and boards that there are recipes for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum BoardName {
     /// BlueField, BlueField-2 and BlueField-3
     Bluefield,
+    /// QEMU's virt machine without an operating system: an ELF file, built from the sources
+    QemuVirt,
 }
 
 /// Make it.
 pub(super) fn run(args: &BuildArgs) -> Result<(), Failure> {
-    let BoardName::Bluefield = args.board;
+    match (args.board, &args.kernel, &args.initramfs, &args.output) {
+        (BoardName::QemuVirt, None, None, output) if args.base.is_none() && args.agent.is_empty() => {
+            board::build(BareBoard::QemuVirt, &args.bare, output.as_deref())
+        }
+        (BoardName::Bluefield, Some(kernel), Some(initramfs), Some(output)) => stream(args, kernel, initramfs, output),
+        _ => Err(Failure::Input(anyhow!(
+            "--kernel, --initramfs, --base and --agent make boot streams; a board without an operating system has none"
+        ))),
+    }
+}
+
+/// Make a boot stream.
+fn stream(args: &BuildArgs, kernel: &Path, initramfs: &Path, output: &Path) -> Result<(), Failure> {
     let key = args.manifest.key()?;
     let outputs = Outputs::new()?;
     let mut making = Making::default();
     if let Some(base) = &args.base {
-        making.take(base, &[ImageId::INFO], &args.output, &outputs)?;
+        making.take(base, &[ImageId::INFO], output, &outputs)?;
     }
     let file = |path: &Path| {
         Source::file(path).with_context(|| format!("cannot read {}", path.display())).map_err(Failure::Input)
     };
     let version = args.manifest.image_version.as_deref().unwrap_or("0");
-    let mut initramfs = file(&args.initramfs)?;
+    let mut initramfs = file(initramfs)?;
     if !args.agent.is_empty() {
-        let archive = pack(args, version, key.as_ref(), &outputs)?;
+        let archive = pack((args, output), version, key.as_ref(), &outputs)?;
         let padding = initramfs.len_bytes().wrapping_neg() % ARCHIVE_ALIGNMENT;
         let padding = Source::Bytes(vec![0; padding as usize]);
         initramfs = Source::Chain(vec![initramfs, padding, making.spool(archive)?]);
     }
-    let mut recipe = Recipe::new(file(&args.kernel)?, initramfs);
+    let mut recipe = Recipe::new(file(kernel)?, initramfs);
     recipe.more_args.clone_from(&args.append);
     recipe.put_into(&mut making.builder).map_err(Failure::input)?;
     making.say(version, args.manifest.epoch, key.as_ref())?;
-    making.write(&args.output, key.as_ref(), &outputs)?.publish()?;
+    making.write(output, key.as_ref(), &outputs)?.publish()?;
     let count = making.builder.images().count();
     let signed = if key.is_some() { "signed" } else { "not signed (--sign-key)" };
-    writeln!(io::stdout(), "{}: {count} images, version {version}, {signed}", args.output.display())?;
+    writeln!(io::stdout(), "{}: {count} images, version {version}, {signed}", output.display())?;
     if args.base.is_none() {
         tell!("note: without --base there is no boot loader in it; a card boots it only from one that it has");
     }
@@ -86,8 +103,13 @@ pub(super) fn run(args: &BuildArgs) -> Result<(), Failure> {
 }
 
 /// Pack the agent's files.
-fn pack(args: &BuildArgs, version: &str, key: Option<&SigningKey>, outputs: &Outputs) -> Result<Output, Failure> {
-    let mut archive = outputs.create(&args.output)?;
+fn pack(
+    (args, output): (&BuildArgs, &Path),
+    version: &str,
+    key: Option<&SigningKey>,
+    outputs: &Outputs,
+) -> Result<Output, Failure> {
+    let mut archive = outputs.create(output)?;
     let agent: Vec<_> = args.agent.iter().map(|(path, file)| (path.clone(), PathBuf::from(file))).collect();
     let packed = files::write_archive(&agent, version, args.manifest.epoch, key, &mut archive);
     packed.map(|_| archive).map_err(|error| match error {

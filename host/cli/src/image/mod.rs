@@ -1,4 +1,5 @@
-//! `sumac image`: boot streams for BlueField-class cards, read, checked, made and changed.
+//! `sumac image`: boot streams for BlueField-class cards, read, checked, made and changed; images of boards without an
+//! operating system, made and run.
 //!
 //! Invariants: images go through in pieces, however long they are; a file that is written appears whole and checked, or
 //! not at all.
@@ -11,6 +12,7 @@ mod show;
 
 pub(crate) use file::{ImageFile, read_public_key};
 
+use crate::board::{self, RunArgs};
 use crate::exit::Failure;
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
@@ -37,12 +39,17 @@ enum ImageCommand {
     /// Stricter than the boot stages are: also the order of the images and what the headers say about each other must
     /// be right.
     Verify(show::VerifyArgs),
-    /// Make a boot stream with an own kernel and file system
+    /// Make a boot stream with an own kernel and file system, or the image of a board without an operating system
     ///
     /// The boot loaders come from a vendor's stream (--base), which is yours: none comes with Sumac. The result has a
     /// manifest of all images, signed if there is a key.
     #[command(after_long_help = BUILD_HELP)]
     Build(build::BuildArgs),
+    /// Run a board without an operating system in QEMU, and print its log
+    ///
+    /// It dials the controller, and this host's UDP port is its own: `sumac perf --device 127.0.0.1:7100` measures it. Runs
+    /// until it is interrupted.
+    Run(RunArgs),
     /// Write images of a boot stream to files named dump-NAME-vN
     Extract(extract::ExtractArgs),
     /// Put boot streams and images together, in the order that the boot stages need
@@ -73,6 +80,7 @@ pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
         ImageCommand::List(args) => show::list(args),
         ImageCommand::Verify(args) => show::verify(args),
         ImageCommand::Build(args) => build::run(args),
+        ImageCommand::Run(args) => board::run(args),
         ImageCommand::Extract(args) => extract::run(args),
         ImageCommand::Repack(args) => repack::run(args),
         ImageCommand::VerifyFiles(args) => verify_files(args),

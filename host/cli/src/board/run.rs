@@ -1,0 +1,147 @@
+//! `sumac image run`: a board in QEMU, with a network to this host, and its log as text.
+//!
+//! The board's network is QEMU's own (user mode): the board dials the controller through a gateway that is this host, and
+//! this host's UDP port is forwarded to the board's. So nothing needs privileges, and nothing else reaches the board.
+
+use super::build::{BareBoard, default_image};
+use super::log::LogText;
+use crate::cluster;
+use crate::exit::Failure;
+use anyhow::{Context, anyhow};
+use clap::Args;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::fmt::Write as _;
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::thread;
+use sumac::comm::DEFAULT_PORT;
+use sumac_hal::ctrl::MAX_NAME_LEN;
+
+/// `sumac image run`.
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    /// Kind of board
+    #[arg(long, value_enum)]
+    board: BareBoard,
+    /// The image [default: the one that `image build` has made in this checkout]
+    #[arg(long, value_name = "FILE")]
+    image: Option<PathBuf>,
+    /// The device's name: that of its switch in the fabric
+    #[arg(long, value_name = "NAME", default_value = "leaf0")]
+    name: String,
+    /// The controller to serve
+    #[arg(long, value_name = "ADDRESS", default_value_t = SocketAddr::from((Ipv4Addr::LOCALHOST, DEFAULT_PORT)))]
+    controller: SocketAddr,
+    /// The UDP port of this host where peers send the board's packets to
+    #[arg(long, value_name = "PORT", default_value_t = 7100, value_parser = clap::value_parser!(u16).range(1..))]
+    data_port: u16,
+    /// A further argument of QEMU; may be repeated
+    #[arg(long, value_name = "ARG", allow_hyphen_values = true)]
+    qemu_arg: Vec<String>,
+}
+
+/// `sumac emulate` (hidden): become the emulator.
+#[derive(Debug, Args)]
+pub(crate) struct EmulateArgs {
+    /// What to become, and its arguments
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
+    command: Vec<String>,
+}
+
+/// Become another program: what was arranged for this process's end holds for it.
+pub(crate) fn emulate(args: &EmulateArgs) -> Result<(), Failure> {
+    let Some((program, rest)) = args.command.split_first() else {
+        return Err(Failure::Input(anyhow!("no program")));
+    };
+    let error = Command::new(program).args(rest).exec();
+    Err(Failure::Input(anyhow!("can't start {program}: {error}; Debian: apt-get install qemu-system-arm")))
+}
+
+/// Run a board until it ends or this process is told to.
+pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
+    let image = args.image.clone().or_else(|| default_image(args.board));
+    let image = image.ok_or_else(|| Failure::Input(anyhow!("no image: `sumac image build --board` makes one")))?;
+    let SocketAddr::V4(controller) = args.controller else {
+        return Err(Failure::Input(anyhow!("--controller {}: the board speaks IPv4", args.controller)));
+    };
+    if args.name.is_empty() || args.name.len() > MAX_NAME_LEN || args.name.contains(['\n', '#', ',']) {
+        return Err(Failure::Input(anyhow!(
+            "--name {:?}: a name has 1 to {MAX_NAME_LEN} bytes, none of them , or #",
+            args.name
+        )));
+    }
+    let text = LogText::of_image(&image).map_err(Failure::Input)?;
+    let folder = tempfile::tempdir().context("no folder for the board's options").map_err(Failure::Run)?;
+    let options = folder.path().join("options");
+    let port = args.data_port;
+    let mut lines = String::new();
+    // Writing to a string can't fail.
+    let _ = writeln!(lines, "name={}\ncontroller={controller}", args.name);
+    let _ = writeln!(lines, "ip={GUEST}/24\ngateway={GATEWAY}\nlisten={port}\ndata=127.0.0.1:{port}");
+    std::fs::write(&options, lines).context("can't write the board's options").map_err(Failure::Run)?;
+    let mut command = cluster::supervised().map_err(Failure::run)?;
+    command.arg("emulate").arg("--").args(qemu(args.board, port));
+    command.arg("-fw_cfg").arg(format!("name=opt/sumac/options,file={}", options.display()));
+    command.arg("-kernel").arg(&image).args(&args.qemu_arg);
+    command.stdin(Stdio::null()).stdout(Stdio::piped());
+    supervise(command, &text)
+}
+
+/// Where QEMU's user network has its guest and this host (its documentation, "Network emulation").
+const GUEST: Ipv4Addr = Ipv4Addr::new(10, 0, 2, 15);
+const GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 0, 2, 2);
+
+/// Return QEMU and the arguments that make up the board, with its serial port on stdout.
+fn qemu(board: BareBoard, port: u16) -> Vec<String> {
+    let machine = match board {
+        BareBoard::QemuVirt => {
+            "qemu-system-aarch64 -M virt -cpu cortex-a72 -m 128M -global virtio-mmio.force-legacy=false"
+        }
+    };
+    let network =
+        format!("-netdev user,id=net,hostfwd=udp:127.0.0.1:{port}-{GUEST}:{port} -device virtio-net-device,netdev=net");
+    let rest = "-nodefaults -display none -monitor none -serial stdio -device virtio-rng-device";
+    [machine, &network, rest].iter().flat_map(|part| part.split(' ')).map(str::to_owned).collect()
+}
+
+/// Print the board's log until it ends; a signal ends it.
+fn supervise(mut command: Command, text: &LogText) -> Result<(), Failure> {
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(Failure::run)?;
+    let mut child = command.spawn().context("can't start the emulator").map_err(Failure::Run)?;
+    let log = child.stdout.take();
+    let ended_by = Arc::new(AtomicI32::new(0));
+    let (handle, seen) = (signals.handle(), Arc::clone(&ended_by));
+    let pid = rustix::process::Pid::from_child(&child);
+    let watcher = thread::spawn(move || {
+        for signal in signals.forever() {
+            seen.store(signal, Ordering::Release);
+            // It may have ended by itself meanwhile; it is not waited for before this thread has ended.
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+        }
+    });
+    let copied = log.map_or(Ok(()), |log| text.copy(log, &mut io::stdout()));
+    if copied.is_err() {
+        // Nobody reads the log any more.
+        let _ = child.kill();
+    }
+    handle.close();
+    let _ = watcher.join();
+    let status = child.wait().context("waiting for the emulator").map_err(Failure::Run)?;
+    match ended_by.load(Ordering::Acquire) {
+        0 => {}
+        signal => return Err(Failure::Signal(signal)),
+    }
+    copied?;
+    match status.code() {
+        Some(0) => Ok(()),
+        // What it said is on stderr.
+        Some(code) => Err(Failure::Run(anyhow!("the emulator ended with status {code}"))),
+        None => Err(Failure::Run(anyhow!("the emulator was ended ({status})"))),
+    }
+}
