@@ -1,13 +1,15 @@
 //! The board's control thread: dials the controller, announces the device, carries out its requests.
 
-use super::shard::{ShardLink, merge};
+use super::shard::ShardLink;
 use super::{BoardConfig, BoardError};
 use std::net::{Shutdown, TcpStream};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use sumac_hal::ctrl::{Announce, Envelope, FrameReader, Greeting, Refusal, Request, Response, StreamError, send};
+use sumac_hal::ctrl::{
+    Announce, Envelope, FrameReader, Greeting, Refusal, Request, Response, StreamError, send, shards,
+};
 
 /// The control thread as the board sees it. Dropping it ends the thread.
 #[derive(Debug)]
@@ -142,18 +144,18 @@ impl Dialer {
         let answers: Vec<_> = self.shards.iter().map(|shard| shard.ask(request.clone())).collect();
         let answers: Vec<Response> = answers.into_iter().filter_map(|answer| answer.recv().ok()).collect();
         self.undo_half(&request, &answers);
-        merge(answers).unwrap_or(Response::Refused(Refusal::Unknown))
+        shards::merge(answers).unwrap_or(Response::Refused(Refusal::Unknown))
     }
 
     /// All shards or none: where some refuse a group, the others give it back.
     fn undo_half(&self, request: &Request, answers: &[Response]) {
-        let Request::CreateGroup(config) = request else { return };
+        let Some(undo) = shards::undo(request) else { return };
         if answers.iter().all(|answer| *answer == Response::Done) {
             return;
         }
         for (shard, _) in self.shards.iter().zip(answers).filter(|(_, answer)| **answer == Response::Done) {
             // A shard that ended meanwhile has nothing to give back.
-            let _ = shard.ask(Request::ReleaseGroup(config.group)).recv();
+            let _ = shard.ask(undo.clone()).recv();
         }
     }
 }

@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Instant as Clock;
 use sumac_device::{Child, Event, Node, NodeConfig, RedoSlot, Reference, References, Slot, Storage, runtime};
-use sumac_hal::ctrl::{DeviceCapabilities, GroupConfig, NoBus, Refusal, Request, Response, Stats};
+use sumac_hal::ctrl::{DeviceCapabilities, GroupConfig, NoBus, Refusal, Request, Response};
 use sumac_hal::ids::{BootId, GroupId};
 use sumac_hal::port::{Addr, Port, WaitPort};
 use sumac_hal::shard::Shard;
@@ -267,19 +267,4 @@ impl Worker {
             other => tracing::info!(%device, ?other),
         }
     }
-}
-
-/// Merge what the shards answer to one request: the first refusal if there is one, the sum of their stats.
-pub(super) fn merge(answers: Vec<Response>) -> Option<Response> {
-    answers.into_iter().reduce(|merged, answer| match (merged, answer) {
-        (Response::Refused(refusal), _) | (_, Response::Refused(refusal)) => Response::Refused(refusal),
-        (Response::Stats(mut sum), Response::Stats(stats)) => {
-            let Stats { slots_used, slot_memory_used_bytes, ref counters, .. } = stats;
-            sum.slots_used += slots_used;
-            sum.slot_memory_used_bytes += slot_memory_used_bytes;
-            sum.counters.merge(counters);
-            Response::Stats(sum)
-        }
-        (merged, _) => merged,
-    })
 }

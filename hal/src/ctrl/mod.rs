@@ -13,6 +13,7 @@
 //! authentication exists (PROTOCOL 10), control ports listen on loopback only: who can reach one can command it.
 
 mod messages;
+pub mod shards;
 mod stats;
 #[cfg(feature = "std")]
 mod stream;

@@ -1,14 +1,24 @@
-//! One step of a board.
+//! One step of a board: of its first shard, which has the control connection, and of further ones.
+//!
+//! ```text
+//!   core 0: Board   = Shard + Control --- Desk ---> core 1: Further = Shard
+//!                                     --- Desk ---> core 2: Further = Shard
+//! ```
+//!
+//! Every shard has a core, a network interface and a node of its own; what they share is a [`Desk`] each, over which the
+//! first hands requests and gets answers. So the data path takes no lock.
 
 use crate::control::{Control, ControlError};
 use crate::options::BoardOptions;
 use crate::stack::Stack;
 use heapless::Vec;
+use heapless::spsc::{Consumer, Producer, Queue};
 use smoltcp::phy::Device;
 use sumac_device::{Event, Node, runtime};
-use sumac_hal::ctrl::Announce;
+use sumac_hal::ctrl::{Announce, Request, Response, shards};
 use sumac_hal::ids::BootId;
 use sumac_hal::port::Port;
+use sumac_hal::shard::MAX_SHARDS;
 use sumac_hal::time::Instant;
 
 /// Something that a board may want to log.
@@ -23,49 +33,167 @@ pub enum BoardEvent {
     Node(Event),
 }
 
-/// A node, its network and its control connection.
+/// A node and its network.
 #[derive(Debug)]
-pub struct Board<'m, D: Device> {
+struct Shard<'m, D: Device> {
     stack: Stack<D>,
     node: Node<'m>,
+}
+
+impl<D: Device> Shard<'_, D> {
+    /// Move packets; returns when the node wants to be called again.
+    fn step(&mut self, now: Instant) -> Option<Instant> {
+        runtime::poll(&mut self.node, &mut self.stack, now)
+    }
+
+    /// Send what is left, and return when to come again.
+    fn finish(&mut self, next: impl IntoIterator<Item = Option<Instant>>, now: Instant) -> Option<Instant> {
+        self.stack.poll(now);
+        next.into_iter().chain([self.stack.poll_at(now)]).flatten().min()
+    }
+}
+
+/// The way between the first shard and another: one request at a time, and its answer.
+#[derive(Debug)]
+pub struct Desk {
+    requests: Queue<Request, 2>,
+    answers: Queue<Response, 2>,
+}
+
+impl Desk {
+    /// Return an empty desk.
+    pub const fn new() -> Self {
+        Self { requests: Queue::new(), answers: Queue::new() }
+    }
+
+    /// Give each side its own.
+    pub fn split(&mut self) -> (Asking<'_>, Answering<'_>) {
+        let ((ask, hear), (answer, get)) = (self.requests.split(), self.answers.split());
+        (Asking { ask, get }, Answering { hear, answer })
+    }
+}
+
+impl Default for Desk {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// The first shard's side of a [`Desk`].
+pub struct Asking<'d> {
+    ask: Producer<'d, Request>,
+    get: Consumer<'d, Response>,
+}
+
+/// The other shard's side.
+pub struct Answering<'d> {
+    hear: Consumer<'d, Request>,
+    answer: Producer<'d, Response>,
+}
+
+/// The shards behind the first, as that one reaches them.
+pub trait Others {
+    /// Return their desks, in order of shard.
+    fn desks(&mut self) -> &mut [Asking<'static>];
+
+    /// See that they look at their desks soon.
+    fn wake(&mut self);
+
+    /// Called again and again while an answer is due: may give up, as a board does whose core is stuck.
+    fn wait(&mut self);
+}
+
+/// A board of one shard.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Alone;
+
+impl Others for Alone {
+    fn desks(&mut self) -> &mut [Asking<'static>] {
+        &mut []
+    }
+
+    fn wake(&mut self) {}
+
+    fn wait(&mut self) {}
+}
+
+/// Have all shards carry out a request, or none of them.
+fn carry_out(request: &Request, node: &mut Node<'_>, others: &mut impl Others, now: Instant) -> Response {
+    let answers = ask(request, others, |_| true);
+    let own = node.control(request, now);
+    let refused = answers.iter().chain([&own]).any(|answer| matches!(answer, Response::Refused(_)));
+    if let Some(undo) = shards::undo(request).filter(|_| refused) {
+        ask(&undo, others, |shard| answers.get(shard) == Some(&Response::Done));
+        if own == Response::Done {
+            node.control(&undo, now);
+        }
+    }
+    // The first shard has answered.
+    shards::merge([own].into_iter().chain(answers)).unwrap_or(Response::Done)
+}
+
+/// Hand a request to those of the others that are `chosen`, and wait for their answers.
+fn ask(request: &Request, others: &mut impl Others, chosen: impl Fn(usize) -> bool) -> Vec<Response, MAX_SHARDS> {
+    let desks = others.desks().iter_mut().enumerate().filter(|(shard, _)| chosen(*shard));
+    // One request is under way at a time, so there is room.
+    desks.for_each(|(_, desk)| drop(desk.ask.enqueue(request.clone())));
+    others.wake();
+    let mut answers = Vec::new();
+    for shard in (0..others.desks().len()).filter(|shard| chosen(*shard)) {
+        let answer = loop {
+            match others.desks()[shard].get.dequeue() {
+                Some(answer) => break answer,
+                None => others.wait(),
+            }
+        };
+        // As many as there can be shards.
+        let _ = answers.push(answer);
+    }
+    answers
+}
+
+/// The first shard of a board, and its control connection.
+pub struct Board<'m, D: Device, O: Others = Alone> {
+    shard: Shard<'m, D>,
     control: Control,
+    others: O,
     /// What was told last of the controller: that it is connected, that it is not, or nothing yet.
     told_up: Option<bool>,
     ended: Option<ControlError>,
 }
 
-impl<'m, D: Device> Board<'m, D> {
-    /// Put a board together; it dials the controller with the first step.
-    pub fn new(stack: Stack<D>, node: Node<'m>, options: &BoardOptions, boot_id: BootId) -> Self {
-        let mut data_addrs = Vec::new();
-        // A device has room for one address at least.
-        let _ = data_addrs.push(stack.local_addr());
-        let announce =
-            Announce { name: options.name.clone(), boot_id, capabilities: node.capabilities(), data_addrs, bus: None };
+impl<'m, D: Device, O: Others> Board<'m, D, O> {
+    /// Put a board together; it dials the controller with the first step. `options` are the first shard's.
+    pub fn new(stack: Stack<D>, node: Node<'m>, others: O, options: &BoardOptions, boot_id: BootId) -> Self {
+        let mut others = others;
+        let shards = 1 + others.desks().len() as u16;
+        let addrs = (0..shards).filter_map(|shard| stack.local_addr().behind(shard));
+        let announce = Announce {
+            name: options.name.clone(),
+            boot_id,
+            capabilities: node.capabilities(),
+            data_addrs: addrs.take(MAX_SHARDS).collect(),
+            bus: None,
+        };
         let control = Control::new(options.controller, announce, boot_id.0 as u16);
-        Self { stack, node, control, told_up: None, ended: None }
+        Self { shard: Shard { stack, node }, control, others, told_up: None, ended: None }
     }
 
     /// Return the NIC.
     pub const fn device_mut(&mut self) -> &mut D {
-        self.stack.device_mut()
-    }
-
-    /// Return what the node says of itself.
-    pub const fn node(&self) -> &Node<'m> {
-        &self.node
+        self.shard.stack.device_mut()
     }
 
     /// Do what there is to do at `now`; returns when to come again if nothing arrives before, `Some(now)` or earlier if
     /// at once.
     pub fn step(&mut self, now: Instant) -> Option<Instant> {
-        let next = runtime::poll(&mut self.node, &mut self.stack, now);
-        let node = &mut self.node;
-        if let Err(error) = self.control.poll(&mut self.stack, now, |request| node.control(request, now)) {
+        let next = self.shard.step(now);
+        let Self { shard: Shard { stack, node }, control, others, .. } = self;
+        if let Err(error) = control.poll(stack, now, |request| carry_out(request, node, others, now)) {
             self.ended = Some(error);
         }
-        self.stack.poll(now);
-        [next, self.control.poll_at(), self.stack.poll_at(now)].into_iter().flatten().min()
+        let redial = self.control.poll_at();
+        self.shard.finish([next, redial], now)
     }
 
     /// Return the next thing that has happened.
@@ -80,6 +208,117 @@ impl<'m, D: Device> Board<'m, D> {
             self.told_up = Some(true);
             return Some(BoardEvent::Connected);
         }
-        self.node.poll_event().map(BoardEvent::Node)
+        self.shard.node.poll_event().map(BoardEvent::Node)
+    }
+}
+
+/// Another shard of a board.
+pub struct Further<'m, D: Device> {
+    shard: Shard<'m, D>,
+    desk: Answering<'static>,
+}
+
+impl<'m, D: Device> Further<'m, D> {
+    /// Put it together.
+    pub const fn new(stack: Stack<D>, node: Node<'m>, desk: Answering<'static>) -> Self {
+        Self { shard: Shard { stack, node }, desk }
+    }
+
+    /// Return the NIC.
+    pub const fn device_mut(&mut self) -> &mut D {
+        self.shard.stack.device_mut()
+    }
+
+    /// As [`Board::step`].
+    pub fn step(&mut self, now: Instant) -> Option<Instant> {
+        while let Some(request) = self.desk.hear.dequeue() {
+            // The first shard has taken the answer before.
+            let _ = self.desk.answer.enqueue(self.shard.node.control(&request, now));
+        }
+        let next = self.shard.step(now);
+        self.shard.finish([next], now)
+    }
+
+    /// Return the next thing that has happened.
+    pub fn poll_event(&mut self) -> Option<BoardEvent> {
+        self.shard.node.poll_event().map(BoardEvent::Node)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use core::num::NonZeroU32;
+    use std::boxed::Box;
+    use sumac_device::{Memory, NodeConfig};
+    use sumac_hal::ctrl::{ChildMask, GroupConfig, Order, Refusal, TreeConfig};
+    use sumac_hal::ids::{Epoch, GroupId, TreeId};
+    use sumac_hal::key::GroupSecret;
+    use sumac_hal::shard::Shard as ShardOf;
+    use sumac_hal::uplink::HopTimers;
+
+    /// Another shard, which looks at its desk when the first waits.
+    struct Second {
+        asking: [Asking<'static>; 1],
+        answering: Answering<'static>,
+        node: Node<'static>,
+    }
+
+    impl Others for Second {
+        fn desks(&mut self) -> &mut [Asking<'static>] {
+            &mut self.asking
+        }
+
+        fn wake(&mut self) {}
+
+        fn wait(&mut self) {
+            let request = self.answering.hear.dequeue().expect("the first waits for an answer to something");
+            let _ = self.answering.answer.enqueue(self.node.control(&request, Instant::ZERO));
+        }
+    }
+
+    fn node<const SLOTS: usize>(index: u16) -> Node<'static> {
+        let shard = ShardOf::new(index, 2).expect("a shard");
+        let config =
+            NodeConfig { shard, boot_id: BootId(1), max_packet_len_bytes: 1472, receive_buffer_bytes: 1 << 16 };
+        let memory: &'static mut Memory<2, 8, SLOTS, 65_536> = Box::leak(Box::default());
+        Node::new(config, memory.storage())
+    }
+
+    fn group(slots: u16) -> Request {
+        Request::CreateGroup(GroupConfig {
+            group: GroupId(1),
+            tree: TreeId(1),
+            epoch: Epoch { term: 1, counter: 1 },
+            order: Order::Arrival,
+            secret: GroupSecret([0; 16]),
+            parent_key: 0,
+            shared: None,
+            parent_shared: None,
+            window_max: 2,
+            slots,
+            chunk_len_bytes: 64,
+            ranks: NonZeroU32::MIN,
+            lease_ms: 1_000,
+            timers: HopTimers::DEFAULT.into(),
+            by_reference: ChildMask::EMPTY,
+        })
+    }
+
+    #[test]
+    fn all_shards_carry_out_a_request_or_none_does() {
+        let mut first = node::<64>(0);
+        let (asking, answering) = Box::leak(Box::new(Desk::new())).split();
+        let mut others = Second { asking: [asking], answering, node: node::<8>(1) };
+        let mut order = |request: &Request| carry_out(request, &mut first, &mut others, Instant::ZERO);
+        let tree = Request::InstallTree(TreeConfig { tree: TreeId(1), parent: None, children: 1 });
+        assert_eq!(order(&tree), Response::Done);
+        // The second has fewer slots.
+        assert!(matches!(order(&group(32)), Response::Refused(Refusal::NoSlots { .. })));
+        // The first has given its own back: else the group would exist.
+        assert_eq!(order(&group(8)), Response::Done);
+        let Response::Stats(stats) = order(&Request::Stats) else { panic!("no stats") };
+        assert_eq!(stats.slots_used, 16);
+        assert!(first.has_group(GroupId(1)) && others.node.has_group(GroupId(1)));
     }
 }

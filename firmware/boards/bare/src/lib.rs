@@ -30,7 +30,7 @@ mod stack;
 #[cfg(test)]
 mod tests;
 
-pub use board::{Board, BoardEvent};
+pub use board::{Alone, Answering, Asking, Board, BoardEvent, Desk, Further, Others};
 pub use control::{Control, ControlError, REDIAL};
 pub use options::{BoardOptions, OptionsError};
 pub use stack::{Buffers, MAX_PACKET_LEN_BYTES, RX_PACKETS, Room, RxPacket, Stack, TX_PACKETS};

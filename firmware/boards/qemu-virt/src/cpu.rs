@@ -11,7 +11,13 @@ use core::arch::{asm, global_asm};
 use core::time::Duration;
 use sumac_hal::time::Instant;
 
-/// How long the stack is; `link.ld` says the same.
+/// The most cores that run: each has a stack of [`STACK_BYTES`].
+pub(crate) const MAX_CORES: usize = 4;
+
+/// How long a stack is; `link.ld` has [`MAX_CORES`] of them.
+const STACK_BYTES: usize = 256 << 10;
+
+/// What a stack holds where it was never used.
 const STACK_PAINT: u64 = 0x5ac5_ac5a_c5ac_5ac5;
 
 /// The frequency of the system counter in Hz.
@@ -87,6 +93,31 @@ pub(crate) fn restore_masks(masks: u64) {
     unsafe { asm!("msr daif, {}", in(reg) masks, options(nomem, nostack, preserves_flags)) };
 }
 
+/// Return which core this is.
+pub(crate) fn core() -> usize {
+    let affinity: u64;
+    // SAFETY: reads a register.
+    unsafe { asm!("mrs {}, mpidr_el1", out(reg) affinity, options(nomem, nostack, preserves_flags)) };
+    (affinity & 0xff) as usize
+}
+
+/// Switch core `index` on (PSCI CPU_ON, DEN0022, 5.6), which then runs `main` with its number; false if the machine has
+/// no such core, or it is on.
+pub(crate) fn start_core(index: usize) -> bool {
+    const CPU_ON: u64 = 0xc400_0003;
+    if index >= MAX_CORES {
+        return false;
+    }
+    let status: i64;
+    // SAFETY: `_start_further` sets a core up, on a stack that is this core's alone. What this core has written is in
+    // memory before.
+    unsafe {
+        asm!("dsb sy", "ldr x2, =_start_further", "hvc #0", inout("x0") CPU_ON => status, inout("x1") index as u64 => _,
+             out("x2") _, inout("x3") index as u64 => _);
+    }
+    status == 0
+}
+
 /// Begin another life: reset the machine (PSCI SYSTEM_RESET, DEN0022, 5.11).
 pub(crate) fn reset() -> ! {
     const SYSTEM_RESET: u64 = 0x8400_0009;
@@ -96,16 +127,17 @@ pub(crate) fn reset() -> ! {
 
 unsafe extern "C" {
     static mut stack_bottom: u64;
-    static mut stack_top: u64;
 }
 
-/// Return how many bytes of the stack were ever used, and how long it is: what start-up painted is gone where it was.
+/// Return how many bytes of this core's stack were ever used, and how long it is: what start-up painted is gone where it
+/// was.
 pub(crate) fn stack_high_water() -> (usize, usize) {
-    let (bottom, top) = (&raw const stack_bottom, &raw const stack_top);
-    let words = (top as usize - bottom as usize) / 8;
-    // SAFETY: the words from `bottom` on lie in the stack, and reading them races with nobody: one core, no interrupts.
+    // SAFETY: there are `MAX_CORES` stacks of that length, the first core's at the bottom.
+    let bottom = unsafe { (&raw const stack_bottom).byte_add(core() * STACK_BYTES) };
+    let words = STACK_BYTES / 8;
+    // SAFETY: the words from `bottom` on lie in this core's own stack.
     let untouched = (0..words).take_while(|&word| unsafe { bottom.add(word).read_volatile() } == STACK_PAINT).count();
-    ((words - untouched) * 8, words * 8)
+    ((words - untouched) * 8, STACK_BYTES)
 }
 
 /// Where faults lead to.
@@ -138,9 +170,8 @@ static TABLE: Table = {
 
 global_asm!(
     r#"
-.section .text.start, "ax"
-.globl _start
-_start:
+// What every core needs before anything else; uses x0.
+.macro prepare
     mov     x0, #(3 << 20)          // CPACR_EL1.FPEN: no trap of floating point
     msr     cpacr_el1, x0
     ldr     x0, =vectors
@@ -157,26 +188,49 @@ _start:
     dsb     sy
     isb
     mrs     x0, sctlr_el1
-    mov     x1, #0x1005             // M, C, I
-    orr     x0, x0, x1
+    orr     x0, x0, #0x1            // M
+    orr     x0, x0, #0x4            // C
+    orr     x0, x0, #0x1000         // I
     msr     sctlr_el1, x0
     isb
+.endm
 
+.section .text.start, "ax"
+.globl _start
+_start:
+    prepare
     ldr     x0, =bss_start
     ldr     x1, =bss_end
 0:  cmp     x0, x1
     b.hs    1f
     stp     xzr, xzr, [x0], #16
     b       0b
-1:  ldr     x0, =stack_bottom
+1:  ldr     x0, =stack_bottom       // all stacks
     ldr     x1, =stack_top
     ldr     x2, ={paint}
 2:  cmp     x0, x1
     b.hs    3f
     stp     x2, x2, [x0], #16
     b       2b
-3:  mov     sp, x1
+3:  ldr     x0, =stack_bottom
+    add     x0, x0, #({stack} >> 12), lsl #12
+    mov     sp, x0
     bl      {main}
+    b       .
+
+// Another core: x0 holds its number.
+.globl _start_further
+_start_further:
+    mov     x9, x0
+    prepare
+    ldr     x0, =stack_bottom
+    add     x1, x9, #1
+    mov     x2, #({stack} >> 12)
+    lsl     x2, x2, #12
+    madd    x0, x1, x2, x0
+    mov     sp, x0
+    mov     x0, x9
+    bl      {further}
     b       .
     .ltorg
 
@@ -200,7 +254,9 @@ vectors:
 "#,
     table = sym TABLE,
     paint = const STACK_PAINT,
+    stack = const STACK_BYTES,
     main = sym crate::main,
+    further = sym crate::further,
     fault = sym fault,
     bite = sym bite,
 );

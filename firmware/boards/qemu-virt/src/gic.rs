@@ -4,7 +4,7 @@
 //! architecture specification, IHI 0048B, 4.4.4), and holds the watchdog alone.
 
 use core::ptr::NonNull;
-use volatile::access::ReadWrite;
+use volatile::access::{ReadWrite, WriteOnly};
 use volatile::{VolatileFieldAccess, VolatilePtr, VolatileRef};
 
 /// The virtual timer's interrupt: a private one.
@@ -29,9 +29,19 @@ struct Distributor {
     /// The cores that an interrupt goes to, a byte each.
     #[access(ReadWrite)]
     targets: [u8; 1024],
+    between_too: [u32; 192],
+    /// Generates an interrupt.
+    #[access(WriteOnly)]
+    generate: u32,
+    reserved_too: [u32; 3],
+    /// Writing 1 clears, for the first four that software generates, a byte each: bit n for core n.
+    #[access(ReadWrite)]
+    clear_pending_generated: u32,
 }
 
 const _: () = assert!(core::mem::offset_of!(Distributor, targets) == 0x800);
+const _: () = assert!(core::mem::offset_of!(Distributor, generate) == 0xf00);
+const _: () = assert!(core::mem::offset_of!(Distributor, clear_pending_generated) == 0xf10);
 
 bitflags::bitflags! {
     /// GICC_CTLR (IHI 0048B, 4.4.1).
@@ -55,30 +65,50 @@ struct Interface {
 const DISTRIBUTOR: NonNull<Distributor> = NonNull::new(0x0800_0000 as *mut Distributor).unwrap();
 const INTERFACE: NonNull<Interface> = NonNull::new(0x0801_0000 as *mut Interface).unwrap();
 
-/// Let both timers and the shared interrupt `nic` through to this core.
+/// The interrupt by which one core wakes another: the first of those that software generates.
+const WAKE: u32 = 0;
+
+/// Let both timers, the shared interrupt `nic` and other cores through to this core. The first core starts first: it
+/// switches the distributor on.
 ///
 /// # Panics
 /// If there is no such interrupt: GICv2 has 1,020.
-pub(crate) fn start(nic: u32) {
+pub(crate) fn start(core: usize, nic: u32) {
     assert!(nic < 1_020, "interrupt {nic}");
     // SAFETY: QEMU's virt board has these registers there, mapped as Device memory, and nobody else uses them.
     let (mut distributor, mut interface) = unsafe { (VolatileRef::new(DISTRIBUTOR), VolatileRef::new(INTERFACE)) };
     let distributor = distributor.as_mut_ptr();
-    for number in [VIRTUAL_TIMER, nic] {
+    for number in [VIRTUAL_TIMER, WAKE, nic] {
         let group = word(distributor.group(), number);
         group.write(group.read() | 1 << (number % 32));
     }
-    for number in [VIRTUAL_TIMER, nic, PHYSICAL_TIMER] {
+    for number in [VIRTUAL_TIMER, WAKE, nic, PHYSICAL_TIMER] {
         word(distributor.set_enable(), number).write(1 << (number % 32));
     }
     // SAFETY: a byte for each interrupt, of which there are enough.
     let target = unsafe { distributor.targets().map(|bytes| bytes.cast::<u8>().add(nic as usize)) };
-    target.write(1);
+    target.write(1 << core);
     distributor.control().write(0b11);
     let interface = interface.as_mut_ptr();
     interface.priority_mask().write(0xff);
     let control = InterfaceControl::GROUP_0 | InterfaceControl::GROUP_1 | InterfaceControl::GROUP_0_AS_FIQ;
     interface.control().write(control.bits());
+}
+
+/// Wake the cores from 1 to `last`.
+pub(crate) fn wake_others(last: usize) {
+    // SAFETY: as in `start`.
+    let mut distributor = unsafe { VolatileRef::new(DISTRIBUTOR) };
+    let cores = (1..=last as u32).fold(0, |cores, core| cores | 1 << core);
+    // GICD_SGIR (4.3.15): to the listed cores; the bit for group 1, where it waits masked.
+    distributor.as_mut_ptr().generate().write(cores << 16 | 1 << 15 | WAKE);
+}
+
+/// Take note of a wake-up: it is pending no more.
+pub(crate) fn woken() {
+    // SAFETY: as in `start`. The register is this core's own.
+    let mut distributor = unsafe { VolatileRef::new(DISTRIBUTOR) };
+    distributor.as_mut_ptr().clear_pending_generated().write(0xff);
 }
 
 /// Return the word that holds the bit of interrupt `number`.

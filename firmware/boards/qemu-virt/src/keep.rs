@@ -3,7 +3,7 @@
 //! The memory is not cleared at start ([`Kept`] lies in a section of its own), so its content is believed only behind a
 //! magic number and within bounds: after power-on it is anything.
 //!
-//! Invariant: one core, and every access within [`critical_section`]: so no access meets another.
+//! Invariant: every access within [`critical_section`], which one core at a time is in: so no access meets another.
 
 use core::cell::UnsafeCell;
 use critical_section::CriticalSection;
@@ -52,7 +52,7 @@ static KEPT: Cell =
     Cell(UnsafeCell::new(Kept { magic: 0, lives: 0, end: 0, head: 0, len: 0, lost: 0, log: [0; LOG_BYTES] }));
 
 fn with<R>(_section: CriticalSection<'_>, f: impl FnOnce(&mut Kept) -> R) -> R {
-    // SAFETY: a critical section masks what could interrupt, on the one core; `f` of this module never calls `with`.
+    // SAFETY: one core at a time is in a critical section, and nothing interrupts it; no `f` of this module calls `with`.
     f(unsafe { &mut *KEPT.0.get() })
 }
 

@@ -5,23 +5,42 @@
 
 use crate::{cpu, keep, uart};
 use core::cell::UnsafeCell;
+use core::sync::atomic::{AtomicUsize, Ordering};
 use critical_section::RestoreState;
 
 /// Bytes handed to the serial port in one go: interrupts are masked meanwhile.
 const DRAIN_BYTES: usize = 64;
 
+/// A lock over all cores: who holds it, or [`NOBODY`].
+static OWNER: AtomicUsize = AtomicUsize::new(NOBODY);
+const NOBODY: usize = usize::MAX;
+
+/// In what `acquire` returns, beside the masks: the core held the lock before.
+const NESTED: u64 = 1;
+
 struct Masks;
 critical_section::set_impl!(Masks);
 
-// SAFETY: one core runs; what could interrupt it is masked between `acquire` and `release`. Nested sections restore what
-// the outer one had set.
+// SAFETY: between `acquire` and `release`, what could interrupt this core is masked, and other cores wait for the lock.
+// Nested sections take nothing and give nothing back.
 unsafe impl critical_section::Impl for Masks {
     unsafe fn acquire() -> u64 {
-        cpu::mask_all()
+        let (masks, own) = (cpu::mask_all(), cpu::core());
+        // The masks are bits 6 to 9.
+        if OWNER.load(Ordering::Relaxed) == own {
+            return masks | NESTED;
+        }
+        while OWNER.compare_exchange_weak(NOBODY, own, Ordering::Acquire, Ordering::Relaxed).is_err() {
+            core::hint::spin_loop();
+        }
+        masks
     }
 
     unsafe fn release(masks: u64) {
-        cpu::restore_masks(masks);
+        if masks & NESTED == 0 {
+            OWNER.store(NOBODY, Ordering::Release);
+        }
+        cpu::restore_masks(masks & !NESTED);
     }
 }
 

@@ -4,7 +4,7 @@
 //!   _start (cpu) -> main: kept memory, log, options, NIC, node -> loop: step, log, sleep until packet or timer
 //! ```
 //!
-//! QEMU hands the board its options ([`sumac_bare::BoardOptions`]) as `-fw_cfg name=opt/sumac/options,string=...`; a
+//! Each network card makes a shard, which has a core of its own (`-smp`). QEMU hands the board its options ([`sumac_bare::BoardOptions`]) as `-fw_cfg name=opt/sumac/options,string=...`; a
 //! virtio source of randomness gives each life its boot id. The log leaves by the serial port.
 #![no_std]
 #![no_main]
@@ -18,21 +18,27 @@ mod log;
 mod nic;
 mod uart;
 
+use core::sync::atomic::{AtomicUsize, Ordering};
 use core::time::Duration;
+use cpu::MAX_CORES;
+use heapless::Vec;
 use nic::{Frames, Nic};
-use sumac_bare::{Board, BoardEvent, BoardOptions, Buffers, MAX_PACKET_LEN_BYTES, RX_PACKETS, Stack};
+use sumac_bare::{
+    Answering, Asking, Board, BoardEvent, BoardOptions, Buffers, Desk, Further, MAX_PACKET_LEN_BYTES, RX_PACKETS, Stack,
+};
 use sumac_device::{Memory, Node, NodeConfig, Storage};
 use sumac_hal::ids::BootId;
 use sumac_hal::shard::Shard;
+use sumac_hal::time::Instant;
 
-/// Groups that the board can hold.
+/// Groups that a core can hold.
 const GROUPS: usize = 16;
 /// Children of all groups.
 const CHILDREN: usize = 512;
 /// Slots of all groups.
 const SLOTS: usize = 2048;
 /// Accumulators and staging of all slots.
-const SLOT_MEMORY_BYTES: usize = 8 << 20;
+const SLOT_MEMORY_BYTES: usize = 4 << 20;
 
 /// How long the loop may take to come round before the watchdog bites. Generous, as the host may be busy elsewhere.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -43,13 +49,54 @@ const LONGEST_SLEEP: Duration = Duration::from_secs(5);
 /// How many bytes of options there can be.
 const OPTIONS_BYTES: usize = 512;
 
-// Everything that is large, and lives as long as the board.
-static mut TABLES: Memory<GROUPS, CHILDREN, SLOTS, 0> = Memory::new();
-static mut SLOT_MEMORY: [u8; SLOT_MEMORY_BYTES] = [0; SLOT_MEMORY_BYTES];
-static mut BUFFERS: Buffers = Buffers::new();
-static mut FRAMES: Frames = Frames::new();
+/// What one core works in.
+struct Core {
+    tables: Memory<GROUPS, CHILDREN, SLOTS, 0>,
+    buffers: Buffers,
+    frames: Frames,
+}
 
-/// Where `cpu` leads to once there is a stack.
+static mut CORES: [Core; MAX_CORES] =
+    [const { Core { tables: Memory::new(), buffers: Buffers::new(), frames: Frames::new() } }; MAX_CORES];
+// Apart: all zeros, which take no room in the image.
+static mut SLOT_MEMORY: [[u8; SLOT_MEMORY_BYTES]; MAX_CORES] = [[0; SLOT_MEMORY_BYTES]; MAX_CORES];
+static mut DESKS: [Desk; MAX_CORES - 1] = [const { Desk::new() }; MAX_CORES - 1];
+
+/// What the first core tells the others before they start.
+struct Told {
+    options: BoardOptions,
+    boot_id: BootId,
+    shards: u16,
+    /// The sides of the desks that wait for their cores.
+    desks: [Option<Answering<'static>>; MAX_CORES - 1],
+}
+
+static mut TOLD: Option<Told> = None;
+
+/// Cores that serve.
+static SERVING: AtomicUsize = AtomicUsize::new(0);
+
+/// The other cores, as the first one reaches them.
+struct Others {
+    desks: Vec<Asking<'static>, { MAX_CORES - 1 }>,
+}
+
+impl sumac_bare::Others for Others {
+    fn desks(&mut self) -> &mut [Asking<'static>] {
+        &mut self.desks
+    }
+
+    fn wake(&mut self) {
+        gic::wake_others(self.desks.len());
+    }
+
+    fn wait(&mut self) {
+        // A core that never answers lets the watchdog of this one bite.
+        core::hint::spin_loop();
+    }
+}
+
+/// Where `cpu` leads the first core to once there is a stack.
 extern "C" fn main() -> ! {
     cpu::pet_watchdog(PATIENCE);
     let (life, end) = keep::begin();
@@ -62,41 +109,28 @@ extern "C" fn main() -> ! {
         },
     };
     // Without a source of randomness, lives still differ by when they began.
-    let random = nic::random().unwrap_or_else(|| cpu::now().as_nanos() ^ u64::from(life) << 48);
-    let boot_id = BootId(random);
-    // SAFETY: called once, on the only core, and nobody else names these.
-    let (tables, slot_memory, buffers, frames) =
-        unsafe { (&mut *&raw mut TABLES, &mut *&raw mut SLOT_MEMORY, &mut *&raw mut BUFFERS, &mut *&raw mut FRAMES) };
-    let nic = Nic::new(frames);
-    let (mac, interrupt) = (nic.mac(), nic.interrupt());
-    gic::start(interrupt);
-    cpu::unmask_watchdog();
-    let stack = Stack::new(nic, mac, &options, buffers, random, cpu::now());
-    let config = NodeConfig {
-        shard: Shard::WHOLE,
-        boot_id,
-        max_packet_len_bytes: MAX_PACKET_LEN_BYTES,
-        receive_buffer_bytes: RX_PACKETS * 1024,
-    };
-    let storage = Storage { bytes: slot_memory, ..tables.storage() };
-    let mut board = Board::new(stack, Node::new(config, storage), &options, boot_id);
-    defmt::info!("{=str} is ready: life {=u32}, boot id {=u64:016x}", options.name.as_str(), life, boot_id.0);
+    let boot_id = BootId(nic::random().unwrap_or_else(|| cpu::now().as_nanos() ^ u64::from(life) << 48));
+    let shards = nic::count().clamp(1, MAX_CORES);
+    let others = start_others(&options, boot_id, shards);
+    let (stack, node) = shard(0, &options, boot_id, shards as u16);
+    defmt::info!(
+        "{=str} is ready: life {=u32}, boot id {=u64:016x}, {=usize} cores",
+        options.name.as_str(),
+        life,
+        boot_id.0,
+        shards
+    );
     match end {
         keep::End::None => {}
         keep::End::Panic => defmt::warn!("the life before ended by a panic"),
         keep::End::Fault => defmt::warn!("the life before ended by a fault"),
         keep::End::Watchdog => defmt::warn!("the life before was ended by the watchdog"),
     }
-    serve(&mut board)
-}
-
-fn serve(board: &mut Board<'_, Nic>) -> ! {
+    let mut board = Board::new(stack, node, others, &options, boot_id);
     let mut lost = 0;
-    loop {
-        cpu::pet_watchdog(PATIENCE);
+    serve(|now| {
         // Before the look at what has arrived: what comes after it brings another interrupt.
         board.device_mut().acknowledge();
-        let now = cpu::now();
         let next = board.step(now);
         while let Some(event) = board.poll_event() {
             note(event);
@@ -105,10 +139,86 @@ fn serve(board: &mut Board<'_, Nic>) -> ! {
             lost = keep::lost();
             defmt::warn!("{=u32} bytes of the log were overwritten before they were sent", lost);
         }
-        if next.is_some_and(|at| at <= cpu::now()) {
-            continue;
+        next
+    })
+}
+
+/// Start a core for each further shard; returns their desks.
+fn start_others(options: &BoardOptions, boot_id: BootId, shards: usize) -> Others {
+    let mut told = [const { None }; MAX_CORES - 1];
+    // SAFETY: this core alone runs, and names DESKS nowhere else.
+    let desks = unsafe { &mut *&raw mut DESKS };
+    let mut asking = Vec::new();
+    for (desk, told) in desks.iter_mut().zip(&mut told).take(shards - 1) {
+        let (ask, answer) = desk.split();
+        *told = Some(answer);
+        // As many as there can be cores.
+        let _ = asking.push(ask);
+    }
+    // SAFETY: the other cores, which read it, start below.
+    unsafe { *&raw mut TOLD = Some(Told { options: options.clone(), boot_id, shards: shards as u16, desks: told }) };
+    for core in 1..shards {
+        if !cpu::start_core(core) {
+            panic!("{shards} network cards and no core {core}: start QEMU with -smp {shards}");
         }
-        if log::drain() {
+        // One after the other: each takes its part of what they are told.
+        while SERVING.load(Ordering::Acquire) < core {
+            core::hint::spin_loop();
+        }
+    }
+    Others { desks: asking }
+}
+
+/// Where `cpu` leads another core to once it has a stack.
+extern "C" fn further(core: usize) -> ! {
+    cpu::pet_watchdog(PATIENCE);
+    // SAFETY: the first core has written it and waits for SERVING; other cores start after that.
+    let told = unsafe { &mut *&raw mut TOLD };
+    let Some((told, desk)) = told.as_mut().and_then(|told| told.desks[core - 1].take().map(|desk| (told, desk))) else {
+        panic!("core {core} was told nothing");
+    };
+    let Some(options) = told.options.shard(core as u16) else { panic!("no port for core {core}") };
+    let (stack, node) = shard(core, &options, told.boot_id, told.shards);
+    let mut further = Further::new(stack, node, desk);
+    SERVING.store(core, Ordering::Release);
+    serve(|now| {
+        gic::woken();
+        further.device_mut().acknowledge();
+        let next = further.step(now);
+        while let Some(event) = further.poll_event() {
+            note(event);
+        }
+        next
+    })
+}
+
+/// Set up this core's interrupts, network and node. Once a core.
+fn shard(core: usize, options: &BoardOptions, boot_id: BootId, shards: u16) -> (Stack<Nic>, Node<'static>) {
+    let Some(shard) = Shard::new(core as u16, shards) else { panic!("core {core} of {shards}") };
+    // SAFETY: each core takes its own part, once.
+    let (memory, slot_memory) = unsafe { (&mut (*&raw mut CORES)[core], &mut (*&raw mut SLOT_MEMORY)[core]) };
+    let Core { tables, buffers, frames } = memory;
+    let nic = Nic::new(core, frames);
+    gic::start(core, nic.interrupt());
+    cpu::unmask_watchdog();
+    let mac = nic.mac();
+    let stack = Stack::new(nic, mac, options, buffers, boot_id.0.wrapping_add(core as u64), cpu::now());
+    let config = NodeConfig {
+        shard,
+        boot_id,
+        max_packet_len_bytes: MAX_PACKET_LEN_BYTES,
+        receive_buffer_bytes: RX_PACKETS * 1024,
+    };
+    (stack, Node::new(config, Storage { bytes: slot_memory, ..tables.storage() }))
+}
+
+/// Come round for ever: `step` says when there is something to do again.
+fn serve(mut step: impl FnMut(Instant) -> Option<Instant>) -> ! {
+    loop {
+        cpu::pet_watchdog(PATIENCE);
+        let now = cpu::now();
+        let next = step(now);
+        if next.is_some_and(|at| at <= cpu::now()) || cpu::core() == 0 && log::drain() {
             continue;
         }
         let wake = now + LONGEST_SLEEP;

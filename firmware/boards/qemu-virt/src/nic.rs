@@ -11,7 +11,7 @@ use smoltcp::time::Instant;
 use virtio_drivers::device::net::VirtIONetRaw;
 use virtio_drivers::device::rng::VirtIORng;
 use virtio_drivers::transport::mmio::{MmioTransport, VirtIOHeader};
-use virtio_drivers::transport::{DeviceType, Transport};
+use virtio_drivers::transport::DeviceType;
 use virtio_drivers::{BufferDirection, Hal, PAGE_SIZE, PhysAddr};
 
 /// Descriptors of each queue; QEMU's default limit.
@@ -29,7 +29,7 @@ const FIRST_SLOT: usize = 0x0a00_0000;
 const SLOT_BYTES: usize = 0x200;
 const FIRST_INTERRUPT: u32 = 48;
 
-/// Pages for the queues of one network card and one source of randomness.
+/// Pages for the queues of a network card a core and one source of randomness.
 const DMA_PAGES: usize = 64;
 
 #[repr(C, align(4096))]
@@ -70,19 +70,35 @@ unsafe impl Hal for Memory {
     unsafe fn unshare(_physical: PhysAddr, _buffer: NonNull<[u8]>, _direction: BufferDirection) {}
 }
 
-/// Return the first device of a kind, with its interrupt.
-fn find(kind: DeviceType) -> Option<(MmioTransport<'static>, u32)> {
-    (0..SLOTS).find_map(|slot| {
-        let header = NonNull::new((FIRST_SLOT + slot * SLOT_BYTES) as *mut VirtIOHeader)?;
-        // SAFETY: the board has a virtio slot there, mapped as Device memory; empty ones say so.
-        let transport = unsafe { MmioTransport::new(header, SLOT_BYTES) }.ok()?;
-        (transport.device_type() == kind).then_some((transport, FIRST_INTERRUPT + slot as u32))
+/// Where a virtio device says of which kind it is (Virtual I/O Device 1.2, 4.2.2): looking there disturbs nobody.
+const KIND_OFFSET: usize = 8;
+
+/// Return the slots of devices of a kind.
+fn slots(kind: DeviceType) -> impl Iterator<Item = usize> {
+    (0..SLOTS).filter(move |slot| {
+        // SAFETY: the board has a virtio slot there, mapped as Device memory; empty ones say kind 0.
+        let found = unsafe { ((FIRST_SLOT + slot * SLOT_BYTES + KIND_OFFSET) as *const u32).read_volatile() };
+        found == kind as u32
     })
+}
+
+/// Take device number `nth` of a kind, with its interrupt; once each.
+fn take(kind: DeviceType, nth: usize) -> Option<(MmioTransport<'static>, u32)> {
+    let slot = slots(kind).nth(nth)?;
+    let header = NonNull::new((FIRST_SLOT + slot * SLOT_BYTES) as *mut VirtIOHeader)?;
+    // SAFETY: the slot holds a device, as it said, and nobody else has taken it.
+    let transport = unsafe { MmioTransport::new(header, SLOT_BYTES) }.ok()?;
+    Some((transport, FIRST_INTERRUPT + slot as u32))
+}
+
+/// Return how many network cards there are.
+pub(crate) fn count() -> usize {
+    slots(DeviceType::Network).count()
 }
 
 /// Return random bits, if the board has a source of them.
 pub(crate) fn random() -> Option<u64> {
-    let (transport, _) = find(DeviceType::EntropySource)?;
+    let (transport, _) = take(DeviceType::EntropySource, 0)?;
     let mut source = VirtIORng::<Memory, _>::new(transport).ok()?;
     let mut bytes = [0; 8];
     let mut have = 0;
@@ -122,12 +138,12 @@ pub(crate) struct Nic {
 }
 
 impl Nic {
-    /// Find the board's network card and hand it its buffers.
+    /// Take network card `nth` and hand it its buffers.
     ///
     /// # Panics
     /// If there is none: such a board is of no use.
-    pub(crate) fn new(frames: &'static mut Frames) -> Self {
-        let Some((transport, interrupt)) = find(DeviceType::Network) else {
+    pub(crate) fn new(nth: usize, frames: &'static mut Frames) -> Self {
+        let Some((transport, interrupt)) = take(DeviceType::Network, nth) else {
             panic!("no virtio-net: start QEMU with -device virtio-net-device");
         };
         let mut card = match VirtIONetRaw::new(transport) {

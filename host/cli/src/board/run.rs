@@ -38,8 +38,11 @@ pub(crate) struct RunArgs {
     /// The controller to serve
     #[arg(long, value_name = "ADDRESS", default_value_t = SocketAddr::from((Ipv4Addr::LOCALHOST, DEFAULT_PORT)))]
     controller: SocketAddr,
-    /// The UDP port of this host where peers send the board's packets to
-    #[arg(long, value_name = "PORT", default_value_t = 7100, value_parser = clap::value_parser!(u16).range(1..))]
+    /// Cores, each with a shard and a network card of its own
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=4))]
+    cores: u16,
+    /// The UDP port of this host where peers send the packets of the board's first core to; others take the next ones
+    #[arg(long, value_name = "PORT", default_value_t = 7100, value_parser = clap::value_parser!(u16).range(1..=65_532))]
     data_port: u16,
     /// A further argument of QEMU; may be repeated
     #[arg(long, value_name = "ARG", allow_hyphen_values = true)]
@@ -86,7 +89,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     let _ = writeln!(lines, "ip={GUEST}/24\ngateway={GATEWAY}\nlisten={port}\ndata=127.0.0.1:{port}");
     std::fs::write(&options, lines).context("can't write the board's options").map_err(Failure::Run)?;
     let mut command = cluster::supervised().map_err(Failure::run)?;
-    command.arg("emulate").arg("--").args(qemu(args.board, port));
+    command.arg("emulate").arg("--").args(qemu(args.board, port, args.cores));
     command.arg("-fw_cfg").arg(format!("name=opt/sumac/options,file={}", options.display()));
     command.arg("-kernel").arg(&image).args(&args.qemu_arg);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
@@ -98,16 +101,21 @@ const GUEST: Ipv4Addr = Ipv4Addr::new(10, 0, 2, 15);
 const GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 0, 2, 2);
 
 /// Return QEMU and the arguments that make up the board, with its serial port on stdout.
-fn qemu(board: BareBoard, port: u16) -> Vec<String> {
+fn qemu(board: BareBoard, port: u16, cores: u16) -> Vec<String> {
     let machine = match board {
         BareBoard::QemuVirt => {
             "qemu-system-aarch64 -M virt -cpu cortex-a72 -m 128M -global virtio-mmio.force-legacy=false"
         }
     };
-    let network =
-        format!("-netdev user,id=net,hostfwd=udp:127.0.0.1:{port}-{GUEST}:{port} -device virtio-net-device,netdev=net");
-    let rest = "-nodefaults -display none -monitor none -serial stdio -device virtio-rng-device";
-    [machine, &network, rest].iter().flat_map(|part| part.split(' ')).map(str::to_owned).collect()
+    // QEMU gives the first card the last of the board's slots: so the last core's comes first.
+    let network = (0..cores).rev().map(|core| {
+        let port = port + core;
+        let forward = format!("hostfwd=udp:127.0.0.1:{port}-{GUEST}:{port}");
+        format!("-netdev user,id=net{core},{forward} -device virtio-net-device,netdev=net{core}")
+    });
+    let rest = format!("-smp {cores} -nodefaults -display none -monitor none -serial stdio -device virtio-rng-device");
+    let parts = [machine.to_owned()].into_iter().chain(network).chain([rest]);
+    parts.flat_map(|part| part.split(' ').map(str::to_owned).collect::<Vec<_>>()).collect()
 }
 
 /// Print the board's log until it ends; a signal ends it.

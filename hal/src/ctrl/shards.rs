@@ -1,0 +1,61 @@
+//! One device out of several shards: each carries out every request, and what they say becomes one answer.
+
+use super::{Request, Response, Stats};
+
+/// Merge what the shards answer to one request: the first refusal if there is one, the sum of their stats. `None` if
+/// nobody answers.
+pub fn merge(answers: impl IntoIterator<Item = Response>) -> Option<Response> {
+    answers.into_iter().reduce(|merged, answer| match (merged, answer) {
+        (Response::Refused(refusal), _) | (_, Response::Refused(refusal)) => Response::Refused(refusal),
+        (Response::Stats(mut sum), Response::Stats(stats)) => {
+            let Stats { slots_used, slot_memory_used_bytes, ref counters, .. } = stats;
+            sum.slots_used += slots_used;
+            sum.slot_memory_used_bytes += slot_memory_used_bytes;
+            sum.counters.merge(counters);
+            Response::Stats(sum)
+        }
+        (merged, _) => merged,
+    })
+}
+
+/// Return what takes a request back where it was carried out, if other shards have refused it: a group is on all shards or
+/// on none.
+pub const fn undo(request: &Request) -> Option<Request> {
+    match request {
+        Request::CreateGroup(config) => Some(Request::ReleaseGroup(config.group)),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Counters, Refusal};
+    use super::*;
+    use crate::ids::{GroupId, TreeId};
+
+    #[test]
+    fn one_refusal_is_the_devices() {
+        let refused = Response::Refused(Refusal::NoGroup(GroupId(1)));
+        assert_eq!(merge([Response::Done, refused.clone(), Response::Done]), Some(refused));
+        assert_eq!(merge([Response::Done, Response::Done]), Some(Response::Done));
+        assert_eq!(merge([]), None);
+    }
+
+    #[test]
+    fn stats_add_up() {
+        let stats = |slots_used| {
+            let counters = Counters { packets_in: 5, ..Counters::default() };
+            Stats { slots_used, slot_memory_used_bytes: 100, counters, ..Stats::default() }
+        };
+        let Some(Response::Stats(sum)) = merge([3, 4].map(|slots| Response::Stats(stats(slots)))) else {
+            panic!("no sum");
+        };
+        assert_eq!((sum.slots_used, sum.slot_memory_used_bytes, sum.counters.packets_in), (7, 200, 10));
+    }
+
+    #[test]
+    fn only_what_reserves_is_taken_back() {
+        assert_eq!(undo(&Request::RemoveTree(TreeId(1))), None);
+        assert_eq!(undo(&Request::Stats), None);
+    }
+}
