@@ -32,5 +32,7 @@ mod tests;
 
 pub use board::{Alone, Answering, Asking, Board, BoardEvent, Desk, Further, Others};
 pub use control::{Control, ControlError, REDIAL};
+#[cfg(feature = "faults")]
+pub use options::Fault;
 pub use options::{BoardOptions, OptionsError};
 pub use stack::{Buffers, MAX_PACKET_LEN_BYTES, RX_PACKETS, Room, RxPacket, Stack, TX_PACKETS};

@@ -2,6 +2,7 @@
 
 use core::net::{Ipv4Addr, SocketAddrV4};
 use core::str::FromStr;
+use core::time::Duration;
 use heapless::String;
 use smoltcp::wire::Ipv4Cidr;
 use sumac_hal::ctrl::{MAX_NAME_LEN, Name};
@@ -17,6 +18,8 @@ use thiserror::Error;
 /// | `gateway` | the next hop for everybody else |
 /// | `listen` | the UDP port of the first shard; others take the next ones |
 /// | `data` | where peers send to, if that is not `ip` and `listen`: behind address translation |
+/// | `watchdog_ms` | how long a core may take to come round; 20,000 unless told |
+/// | `fault` | with the feature `faults`, for tests: `panic`, `access` or `hang`, once in the first life |
 ///
 /// An address of loopback (127.0.0.0/8) means the host behind the gateway, as an emulated machine sees it: packets to it
 /// go to the gateway, and what comes from the gateway comes from 127.0.0.1.
@@ -34,7 +37,27 @@ pub struct BoardOptions {
     pub listen: u16,
     /// Where peers send the first shard's packets to.
     pub data: SocketAddrV4,
+    /// How long a core may take to come round.
+    pub watchdog: Duration,
+    /// What is to go wrong.
+    #[cfg(feature = "faults")]
+    pub fault: Option<Fault>,
 }
+
+/// What can be made to go wrong with a board, to see that it comes back.
+#[cfg(feature = "faults")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// It panics.
+    Panic,
+    /// It reads where there is nothing.
+    Access,
+    /// It stops coming round.
+    Hang,
+}
+
+/// Generous, as the host of an emulated machine may be busy elsewhere.
+const WATCHDOG: Duration = Duration::from_secs(20);
 
 /// Why a board does not know what to do.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -47,7 +70,7 @@ pub enum OptionsError {
         line: usize,
     },
     /// A key that nobody knows.
-    #[error("line {line}: unknown key; known are name, controller, ip, gateway, listen, data")]
+    #[error("line {line}: unknown key; known are name, controller, ip, gateway, listen, data, watchdog_ms")]
     Key {
         /// Which, from 1.
         line: usize,
@@ -77,7 +100,9 @@ impl BoardOptions {
     /// [`OptionsError`] for the first thing that is wrong.
     pub fn parse(text: &str) -> Result<Self, OptionsError> {
         let (mut name, mut controller, mut ip, mut gateway) = (None, None, None, None);
-        let (mut listen, mut data) = (None, None);
+        let (mut listen, mut data, mut watchdog) = (None, None, WATCHDOG);
+        #[cfg(feature = "faults")]
+        let mut fault = None;
         for (line, text) in (1..).zip(text.lines()) {
             let text = text.split('#').next().unwrap_or_default().trim();
             if text.is_empty() {
@@ -91,6 +116,9 @@ impl BoardOptions {
                 ("gateway", value) => gateway = Some(parse("gateway", value, "an IPv4 address")?),
                 ("listen", value) => listen = Some(parse_port(value)?),
                 ("data", value) => data = Some(parse("data", value, "an IPv4 address and port")?),
+                ("watchdog_ms", value) => watchdog = Duration::from_millis(parse_watchdog(value)?),
+                #[cfg(feature = "faults")]
+                ("fault", value) => fault = Some(parse_fault(value)?),
                 _ => return Err(OptionsError::Key { line }),
             }
         }
@@ -103,6 +131,9 @@ impl BoardOptions {
             gateway: gateway.ok_or(missing("gateway"))?,
             listen,
             data: data.unwrap_or(SocketAddrV4::new(ip.address(), listen)),
+            watchdog,
+            #[cfg(feature = "faults")]
+            fault,
         })
     }
 
@@ -128,6 +159,22 @@ fn parse_port(value: &str) -> Result<u16, OptionsError> {
     let expected = "a port from 1 to 65535";
     parse("listen", value, expected)
         .and_then(|port| if port == 0 { Err(wrong("listen", value, expected)) } else { Ok(port) })
+}
+
+fn parse_watchdog(value: &str) -> Result<u64, OptionsError> {
+    let expected = "a time from 100 to 600000 ms";
+    let time: u64 = parse("watchdog_ms", value, expected)?;
+    if (100..=600_000).contains(&time) { Ok(time) } else { Err(wrong("watchdog_ms", value, expected)) }
+}
+
+#[cfg(feature = "faults")]
+fn parse_fault(value: &str) -> Result<Fault, OptionsError> {
+    match value {
+        "panic" => Ok(Fault::Panic),
+        "access" => Ok(Fault::Access),
+        "hang" => Ok(Fault::Hang),
+        _ => Err(wrong("fault", value, "panic, access or hang")),
+    }
 }
 
 fn parse_name(value: &str) -> Result<Name, OptionsError> {

@@ -40,11 +40,11 @@ const SLOTS: usize = 2048;
 /// Accumulators and staging of all slots.
 const SLOT_MEMORY_BYTES: usize = 4 << 20;
 
-/// How long the loop may take to come round before the watchdog bites. Generous, as the host may be busy elsewhere.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// How long a core may take to start.
+const START: Duration = Duration::from_secs(20);
 
-/// The longest sleep: the watchdog is to be petted.
-const LONGEST_SLEEP: Duration = Duration::from_secs(5);
+/// How many sleeps a core's patience has room for at least: the watchdog is to be petted between them.
+const SLEEPS: u32 = 4;
 
 /// How many bytes of options there can be.
 const OPTIONS_BYTES: usize = 512;
@@ -98,7 +98,7 @@ impl sumac_bare::Others for Others {
 
 /// Where `cpu` leads the first core to once there is a stack.
 extern "C" fn main() -> ! {
-    cpu::pet_watchdog(PATIENCE);
+    cpu::pet_watchdog(START);
     let (life, end) = keep::begin();
     let mut text = [0; OPTIONS_BYTES];
     let options = match fw_cfg::file("opt/sumac/options", &mut text) {
@@ -128,7 +128,11 @@ extern "C" fn main() -> ! {
     }
     let mut board = Board::new(stack, node, others, &options, boot_id);
     let mut lost = 0;
-    serve(|now| {
+    #[cfg(feature = "faults")]
+    if let Some(fault) = options.fault.filter(|_| life == 1) {
+        go_wrong(fault);
+    }
+    serve(options.watchdog, |now| {
         // Before the look at what has arrived: what comes after it brings another interrupt.
         board.device_mut().acknowledge();
         let next = board.step(now);
@@ -171,7 +175,7 @@ fn start_others(options: &BoardOptions, boot_id: BootId, shards: usize) -> Other
 
 /// Where `cpu` leads another core to once it has a stack.
 extern "C" fn further(core: usize) -> ! {
-    cpu::pet_watchdog(PATIENCE);
+    cpu::pet_watchdog(START);
     // SAFETY: the first core has written it and waits for SERVING; other cores start after that.
     let told = unsafe { &mut *&raw mut TOLD };
     let Some((told, desk)) = told.as_mut().and_then(|told| told.desks[core - 1].take().map(|desk| (told, desk))) else {
@@ -181,7 +185,7 @@ extern "C" fn further(core: usize) -> ! {
     let (stack, node) = shard(core, &options, told.boot_id, told.shards);
     let mut further = Further::new(stack, node, desk);
     SERVING.store(core, Ordering::Release);
-    serve(|now| {
+    serve(options.watchdog, |now| {
         gic::woken();
         further.device_mut().acknowledge();
         let next = further.step(now);
@@ -213,15 +217,15 @@ fn shard(core: usize, options: &BoardOptions, boot_id: BootId, shards: u16) -> (
 }
 
 /// Come round for ever: `step` says when there is something to do again.
-fn serve(mut step: impl FnMut(Instant) -> Option<Instant>) -> ! {
+fn serve(patience: Duration, mut step: impl FnMut(Instant) -> Option<Instant>) -> ! {
     loop {
-        cpu::pet_watchdog(PATIENCE);
+        cpu::pet_watchdog(patience);
         let now = cpu::now();
         let next = step(now);
         if next.is_some_and(|at| at <= cpu::now()) || cpu::core() == 0 && log::drain() {
             continue;
         }
-        let wake = now + LONGEST_SLEEP;
+        let wake = now + patience / SLEEPS;
         cpu::set_alarm(next.map_or(wake, |at| at.min(wake)));
         cpu::wait_for_interrupt();
     }
@@ -237,4 +241,21 @@ fn note(event: BoardEvent) {
         BoardEvent::Node(event) => defmt::info!("{}", defmt::Debug2Format(&event)),
         _ => {}
     }
+}
+
+/// Do what the options say.
+#[cfg(feature = "faults")]
+fn go_wrong(fault: sumac_bare::Fault) {
+    defmt::info!("going wrong, as told");
+    match fault {
+        sumac_bare::Fault::Panic => panic!("as told"),
+        // SAFETY: none: there is nothing at that address, which is the point.
+        sumac_bare::Fault::Access => unsafe { (0x80_0000_0000 as *const u32).read_volatile() },
+        sumac_bare::Fault::Hang => {
+            cpu::pet_watchdog(Duration::from_millis(500));
+            loop {
+                core::hint::spin_loop();
+            }
+        }
+    };
 }

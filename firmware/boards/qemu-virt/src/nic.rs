@@ -10,8 +10,8 @@ use smoltcp::phy::{Checksum, Device, DeviceCapabilities, Medium, RxToken, TxToke
 use smoltcp::time::Instant;
 use virtio_drivers::device::net::VirtIONetRaw;
 use virtio_drivers::device::rng::VirtIORng;
-use virtio_drivers::transport::mmio::{MmioTransport, VirtIOHeader};
 use virtio_drivers::transport::DeviceType;
+use virtio_drivers::transport::mmio::{MmioTransport, VirtIOHeader};
 use virtio_drivers::{BufferDirection, Hal, PAGE_SIZE, PhysAddr};
 
 /// Descriptors of each queue; QEMU's default limit.

@@ -52,6 +52,9 @@ pub(crate) struct BuildOptions {
     /// Where `core` for the board's processor comes from
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub(crate) toolchain: Toolchain,
+    /// Features of the board's crate, comma-separated
+    #[arg(long, value_name = "NAME", hide = true, value_delimiter = ',')]
+    pub(crate) features: Vec<String>,
 }
 
 /// How long rustup may take to get a target.
@@ -78,6 +81,9 @@ pub(crate) fn build(board: BareBoard, options: &BuildOptions, output: Option<&Pa
     let mut cargo = Command::new("cargo");
     cargo.current_dir(source.join("firmware/boards").join(folder));
     cargo.args(["build", "--release", "--locked"]).arg("--target-dir").arg(target_folder(&source));
+    if !options.features.is_empty() {
+        cargo.arg("--features").arg(options.features.join(","));
+    }
     if toolchain == Toolchain::Debian {
         // build-std is unstable; RUSTC_BOOTSTRAP switches it on in a released compiler.
         cargo.arg("-Zbuild-std=core").env("RUSTC", DEBIAN_RUSTC).env("RUSTC_BOOTSTRAP", "1");

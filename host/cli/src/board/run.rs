@@ -44,6 +44,9 @@ pub(crate) struct RunArgs {
     /// The UDP port of this host where peers send the packets of the board's first core to; others take the next ones
     #[arg(long, value_name = "PORT", default_value_t = 7100, value_parser = clap::value_parser!(u16).range(1..=65_532))]
     data_port: u16,
+    /// A further option of the board, as `watchdog_ms=5000`; may be repeated
+    #[arg(long, value_name = "KEY=VALUE", value_parser = option)]
+    option: Vec<String>,
     /// A further argument of QEMU; may be repeated
     #[arg(long, value_name = "ARG", allow_hyphen_values = true)]
     qemu_arg: Vec<String>,
@@ -87,6 +90,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     // Writing to a string can't fail.
     let _ = writeln!(lines, "name={}\ncontroller={controller}", args.name);
     let _ = writeln!(lines, "ip={GUEST}/24\ngateway={GATEWAY}\nlisten={port}\ndata=127.0.0.1:{port}");
+    args.option.iter().for_each(|option| lines += &format!("{option}\n"));
     std::fs::write(&options, lines).context("can't write the board's options").map_err(Failure::Run)?;
     let mut command = cluster::supervised().map_err(Failure::run)?;
     command.arg("emulate").arg("--").args(qemu(args.board, port, args.cores));
@@ -94,6 +98,12 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     command.arg("-kernel").arg(&image).args(&args.qemu_arg);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
     supervise(command, &text)
+}
+
+/// Check what the board is to check again.
+fn option(text: &str) -> Result<String, String> {
+    let is_line = text.contains('=') && !text.contains(['\n', '#']);
+    is_line.then(|| text.to_owned()).ok_or_else(|| format!("{text:?} is not KEY=VALUE"))
 }
 
 /// Where QEMU's user network has its guest and this host (its documentation, "Network emulation").
