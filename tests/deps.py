@@ -53,6 +53,7 @@ ARROWS = {
     "sumac": {"sumac-hal"},
     "sumac-firmware": {"sumac-hal", "sumac-device"},
     "sumac-bare": {"sumac-hal", "sumac-device"},
+    "sumac-virtio": set(),
     "sumac-cli": ANY,
     "sumac-tests": ANY,
 }

@@ -15,14 +15,12 @@ mod fw_cfg;
 mod gic;
 mod keep;
 mod log;
-mod nic;
 mod uart;
 
 use core::sync::atomic::{AtomicUsize, Ordering};
 use core::time::Duration;
 use cpu::MAX_CORES;
 use heapless::Vec;
-use nic::{Frames, Nic};
 use sumac_bare::{
     Answering, Asking, Board, BoardEvent, BoardOptions, Buffers, Desk, Further, MAX_PACKET_LEN_BYTES, RX_PACKETS, Stack,
 };
@@ -30,6 +28,11 @@ use sumac_device::{Memory, Node, NodeConfig, Storage};
 use sumac_hal::ids::BootId;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
+use sumac_virtio::{Frames, Nic, Slots};
+
+/// The board's virtio devices (QEMU's hw/arm/virt).
+// SAFETY: they are there, in the gigabyte that `cpu` maps as Device memory.
+const VIRTIO: Slots = unsafe { Slots::new(0x0a00_0000, 32, 48) };
 
 /// Groups that a core can hold.
 const GROUPS: usize = 16;
@@ -109,8 +112,8 @@ extern "C" fn main() -> ! {
         },
     };
     // Without a source of randomness, lives still differ by when they began.
-    let boot_id = BootId(nic::random().unwrap_or_else(|| cpu::now().as_nanos() ^ u64::from(life) << 48));
-    let shards = nic::count().clamp(1, MAX_CORES);
+    let boot_id = BootId(VIRTIO.random().unwrap_or_else(|| cpu::now().as_nanos() ^ u64::from(life) << 48));
+    let shards = VIRTIO.network_cards().clamp(1, MAX_CORES);
     let others = start_others(&options, boot_id, shards);
     let (stack, node) = shard(0, &options, boot_id, shards as u16);
     defmt::info!(
@@ -202,7 +205,7 @@ fn shard(core: usize, options: &BoardOptions, boot_id: BootId, shards: u16) -> (
     // SAFETY: each core takes its own part, once.
     let (memory, slot_memory) = unsafe { (&mut (*&raw mut CORES)[core], &mut (*&raw mut SLOT_MEMORY)[core]) };
     let Core { tables, buffers, frames } = memory;
-    let nic = Nic::new(core, frames);
+    let nic = Nic::new(VIRTIO, core, frames);
     gic::start(core, nic.interrupt());
     cpu::unmask_watchdog();
     let mac = nic.mac();

@@ -15,6 +15,8 @@ use std::process::Command;
 pub(crate) enum BareBoard {
     /// QEMU's virt machine, aarch64
     QemuVirt,
+    /// QEMU's microvm, x86-64: the least that a board can be
+    X86Microvm,
 }
 
 impl BareBoard {
@@ -22,12 +24,14 @@ impl BareBoard {
     const fn names(self) -> (&'static str, &'static str) {
         match self {
             Self::QemuVirt => ("qemu-virt", "sumac-qemu-virt"),
+            Self::X86Microvm => ("x86-microvm", "sumac-x86-microvm"),
         }
     }
 
     const fn target(self) -> &'static str {
         match self {
             Self::QemuVirt => "aarch64-unknown-none",
+            Self::X86Microvm => "x86_64-unknown-none",
         }
     }
 }

@@ -82,7 +82,14 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
             args.name
         )));
     }
-    let text = LogText::of_image(&image).map_err(Failure::Input)?;
+    let log = match args.board {
+        BareBoard::QemuVirt => Some(LogText::of_image(&image).map_err(Failure::Input)?),
+        BareBoard::X86Microvm if args.cores > 1 => {
+            return Err(Failure::Input(anyhow!("--cores {}: this board has one", args.cores)));
+        }
+        // Its log is text already.
+        BareBoard::X86Microvm => None,
+    };
     let folder = tempfile::tempdir().context("no folder for the board's options").map_err(Failure::Run)?;
     let options = folder.path().join("options");
     let port = args.data_port;
@@ -97,7 +104,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     command.arg("-fw_cfg").arg(format!("name=opt/sumac/options,file={}", options.display()));
     command.arg("-kernel").arg(&image).args(&args.qemu_arg);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
-    supervise(command, &text)
+    supervise(command, log.as_ref())
 }
 
 /// Check what the board is to check again.
@@ -113,9 +120,8 @@ const GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 0, 2, 2);
 /// Return QEMU and the arguments that make up the board, with its serial port on stdout.
 fn qemu(board: BareBoard, port: u16, cores: u16) -> Vec<String> {
     let machine = match board {
-        BareBoard::QemuVirt => {
-            "qemu-system-aarch64 -M virt -cpu cortex-a72 -m 128M -global virtio-mmio.force-legacy=false"
-        }
+        BareBoard::QemuVirt => "qemu-system-aarch64 -M virt -cpu cortex-a72 -m 128M",
+        BareBoard::X86Microvm => "qemu-system-x86_64 -M microvm,acpi=off,rtc=off -accel tcg -cpu max -m 128M",
     };
     // QEMU gives the first card the last of the board's slots: so the last core's comes first.
     let network = (0..cores).rev().map(|core| {
@@ -123,13 +129,15 @@ fn qemu(board: BareBoard, port: u16, cores: u16) -> Vec<String> {
         let forward = format!("hostfwd=udp:127.0.0.1:{port}-{GUEST}:{port}");
         format!("-netdev user,id=net{core},{forward} -device virtio-net-device,netdev=net{core}")
     });
-    let rest = format!("-smp {cores} -nodefaults -display none -monitor none -serial stdio -device virtio-rng-device");
+    let rest = format!(
+        "-global virtio-mmio.force-legacy=false -smp {cores} -nodefaults -display none -monitor none -serial stdio -device virtio-rng-device"
+    );
     let parts = [machine.to_owned()].into_iter().chain(network).chain([rest]);
     parts.flat_map(|part| part.split(' ').map(str::to_owned).collect::<Vec<_>>()).collect()
 }
 
 /// Print the board's log until it ends; a signal ends it.
-fn supervise(mut command: Command, text: &LogText) -> Result<(), Failure> {
+fn supervise(mut command: Command, text: Option<&LogText>) -> Result<(), Failure> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(Failure::run)?;
     let mut child = command.spawn().context("can't start the emulator").map_err(Failure::Run)?;
     let log = child.stdout.take();
@@ -143,7 +151,10 @@ fn supervise(mut command: Command, text: &LogText) -> Result<(), Failure> {
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
         }
     });
-    let copied = log.map_or(Ok(()), |log| text.copy(log, &mut io::stdout()));
+    let copied = log.map_or(Ok(()), |mut log| match text {
+        Some(text) => text.copy(log, &mut io::stdout()),
+        None => io::copy(&mut log, &mut io::stdout()).map(drop),
+    });
     if copied.is_err() {
         // Nobody reads the log any more.
         let _ = child.kill();

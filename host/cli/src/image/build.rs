@@ -54,15 +54,22 @@ enum BoardName {
     Bluefield,
     /// QEMU's virt machine without an operating system: an ELF file, built from the sources
     QemuVirt,
+    /// The same for QEMU's microvm (x86-64)
+    X86Microvm,
 }
 
 /// Make it.
 pub(super) fn run(args: &BuildArgs) -> Result<(), Failure> {
-    match (args.board, &args.kernel, &args.initramfs, &args.output) {
-        (BoardName::QemuVirt, None, None, output) if args.base.is_none() && args.agent.is_empty() => {
-            board::build(BareBoard::QemuVirt, &args.bare, output.as_deref())
+    let bare = match args.board {
+        BoardName::Bluefield => None,
+        BoardName::QemuVirt => Some(BareBoard::QemuVirt),
+        BoardName::X86Microvm => Some(BareBoard::X86Microvm),
+    };
+    match (bare, &args.kernel, &args.initramfs, &args.output) {
+        (Some(bare), None, None, output) if args.base.is_none() && args.agent.is_empty() => {
+            board::build(bare, &args.bare, output.as_deref())
         }
-        (BoardName::Bluefield, Some(kernel), Some(initramfs), Some(output)) => stream(args, kernel, initramfs, output),
+        (None, Some(kernel), Some(initramfs), Some(output)) => stream(args, kernel, initramfs, output),
         _ => Err(Failure::Input(anyhow!(
             "--kernel, --initramfs, --base and --agent make boot streams; a board without an operating system has none"
         ))),

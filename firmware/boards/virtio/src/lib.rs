@@ -1,10 +1,14 @@
-//! The network: virtio-net over MMIO.
+//! What emulated machines have instead of a network card and a source of randomness: virtio over MMIO (Virtual I/O Device
+//! 1.2, 4.2), for boards without an operating system.
 //!
-//! Frames are read and written where the card puts them; a buffer is the driver's or the card's, never both's.
+//! Invariants:
+//! - frames are read and written where the card puts them; a buffer is the driver's or the card's, never both's;
+//! - no allocation: queues and frames lie in statics, and each device is taken once.
+#![no_std]
 
 use core::cell::{RefCell, UnsafeCell};
 use core::ptr::NonNull;
-use core::sync::atomic::{AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use heapless::Vec;
 use smoltcp::phy::{Checksum, Device, DeviceCapabilities, Medium, RxToken, TxToken};
 use smoltcp::time::Instant;
@@ -23,11 +27,19 @@ const TX_FRAMES: usize = 128;
 /// A frame with virtio's header: the longest is 12 + 1,514 bytes.
 const FRAME_BYTES: usize = 1536;
 
-/// The first of the board's virtio slots, what lies between two, and the first one's interrupt (QEMU's hw/arm/virt).
-const SLOTS: usize = 32;
-const FIRST_SLOT: usize = 0x0a00_0000;
+/// Where a machine has its virtio devices.
+#[derive(Debug, Clone, Copy)]
+pub struct Slots {
+    first: usize,
+    count: usize,
+    first_interrupt: u32,
+}
+
+/// Slots whose devices are taken, a bit each: a machine has one such region.
+static TAKEN: AtomicU64 = AtomicU64::new(0);
+
+/// What lies between two slots in bytes.
 const SLOT_BYTES: usize = 0x200;
-const FIRST_INTERRUPT: u32 = 48;
 
 /// Pages for the queues of a network card a core and one source of randomness.
 const DMA_PAGES: usize = 64;
@@ -70,53 +82,75 @@ unsafe impl Hal for Memory {
     unsafe fn unshare(_physical: PhysAddr, _buffer: NonNull<[u8]>, _direction: BufferDirection) {}
 }
 
-/// Where a virtio device says of which kind it is (Virtual I/O Device 1.2, 4.2.2): looking there disturbs nobody.
+impl Slots {
+    /// Describe `count` slots from the address `first` on, whose interrupts are `first_interrupt` and the following.
+    ///
+    /// # Safety
+    /// The machine has virtio over MMIO there, mapped as uncached memory at the same addresses, and nobody else uses it.
+    pub const unsafe fn new(first: usize, count: usize, first_interrupt: u32) -> Self {
+        Self { first, count, first_interrupt }
+    }
+
+    /// Return the slots of devices of a kind.
+    fn of(self, kind: DeviceType) -> impl Iterator<Item = usize> {
+        (0..self.count).filter(move |slot| {
+            // SAFETY: there is a virtio slot there, as `new` was told; empty ones say kind 0.
+            let found = unsafe { ((self.first + slot * SLOT_BYTES + KIND_OFFSET) as *const u32).read_volatile() };
+            found == kind as u32
+        })
+    }
+
+    /// Take device number `nth` of a kind, with its interrupt; `None` also if it is taken.
+    fn take(self, kind: DeviceType, nth: usize) -> Option<(MmioTransport<'static>, u32)> {
+        let slot = self.of(kind).nth(nth)?;
+        let bit = 1_u64.checked_shl(slot as u32)?;
+        if TAKEN.fetch_or(bit, Ordering::AcqRel) & bit != 0 {
+            return None;
+        }
+        let header = NonNull::new((self.first + slot * SLOT_BYTES) as *mut VirtIOHeader)?;
+        // SAFETY: the slot holds a device, as it said, and nobody has taken it before.
+        let transport = unsafe { MmioTransport::new(header, SLOT_BYTES) }.ok()?;
+        Some((transport, self.first_interrupt + slot as u32))
+    }
+
+    /// Return how many network cards there are.
+    pub fn network_cards(self) -> usize {
+        self.of(DeviceType::Network).count()
+    }
+
+    /// Return random bits, if the machine has a source of them.
+    pub fn random(self) -> Option<u64> {
+        let (transport, _) = self.take(DeviceType::EntropySource, 0)?;
+        let mut source = VirtIORng::<Memory, _>::new(transport).ok()?;
+        let mut bytes = [0; 8];
+        let mut have = 0;
+        while have < bytes.len() {
+            have += source.request_entropy(&mut bytes[have..]).ok().filter(|&count| count > 0)?;
+        }
+        Some(u64::from_le_bytes(bytes))
+    }
+}
+
+/// Where a virtio device says of which kind it is (4.2.2): looking there disturbs nobody.
 const KIND_OFFSET: usize = 8;
 
-/// Return the slots of devices of a kind.
-fn slots(kind: DeviceType) -> impl Iterator<Item = usize> {
-    (0..SLOTS).filter(move |slot| {
-        // SAFETY: the board has a virtio slot there, mapped as Device memory; empty ones say kind 0.
-        let found = unsafe { ((FIRST_SLOT + slot * SLOT_BYTES + KIND_OFFSET) as *const u32).read_volatile() };
-        found == kind as u32
-    })
-}
-
-/// Take device number `nth` of a kind, with its interrupt; once each.
-fn take(kind: DeviceType, nth: usize) -> Option<(MmioTransport<'static>, u32)> {
-    let slot = slots(kind).nth(nth)?;
-    let header = NonNull::new((FIRST_SLOT + slot * SLOT_BYTES) as *mut VirtIOHeader)?;
-    // SAFETY: the slot holds a device, as it said, and nobody else has taken it.
-    let transport = unsafe { MmioTransport::new(header, SLOT_BYTES) }.ok()?;
-    Some((transport, FIRST_INTERRUPT + slot as u32))
-}
-
-/// Return how many network cards there are.
-pub(crate) fn count() -> usize {
-    slots(DeviceType::Network).count()
-}
-
-/// Return random bits, if the board has a source of them.
-pub(crate) fn random() -> Option<u64> {
-    let (transport, _) = take(DeviceType::EntropySource, 0)?;
-    let mut source = VirtIORng::<Memory, _>::new(transport).ok()?;
-    let mut bytes = [0; 8];
-    let mut have = 0;
-    while have < bytes.len() {
-        have += source.request_entropy(&mut bytes[have..]).ok().filter(|&count| count > 0)?;
-    }
-    Some(u64::from_le_bytes(bytes))
-}
-
-/// What frames lie in.
-pub(crate) struct Frames {
+/// What the frames of a card lie in: put it in a `static` cell.
+#[derive(Debug)]
+pub struct Frames {
     rx: [[u8; FRAME_BYTES]; QUEUE],
     tx: [[u8; FRAME_BYTES]; TX_FRAMES],
 }
 
 impl Frames {
-    pub(crate) const fn new() -> Self {
+    /// Return empty frames.
+    pub const fn new() -> Self {
         Self { rx: [[0; FRAME_BYTES]; QUEUE], tx: [[0; FRAME_BYTES]; TX_FRAMES] }
+    }
+}
+
+impl Default for Frames {
+    fn default() -> Self {
+        Self::new()
     }
 }
 
@@ -130,7 +164,7 @@ struct Queues {
 }
 
 /// A network card.
-pub(crate) struct Nic {
+pub struct Nic {
     // Apart, as a frame that is looked at may be answered at once.
     rx: RefCell<&'static mut [[u8; FRAME_BYTES]; QUEUE]>,
     queues: RefCell<Queues>,
@@ -141,10 +175,10 @@ impl Nic {
     /// Take network card `nth` and hand it its buffers.
     ///
     /// # Panics
-    /// If there is none: such a board is of no use.
-    pub(crate) fn new(nth: usize, frames: &'static mut Frames) -> Self {
-        let Some((transport, interrupt)) = take(DeviceType::Network, nth) else {
-            panic!("no virtio-net: start QEMU with -device virtio-net-device");
+    /// If there is none, or it is taken: such a board is of no use.
+    pub fn new(slots: Slots, nth: usize, frames: &'static mut Frames) -> Self {
+        let Some((transport, interrupt)) = slots.take(DeviceType::Network, nth) else {
+            panic!("no network card {nth}: start QEMU with -device virtio-net-device");
         };
         let mut card = match VirtIONetRaw::new(transport) {
             Ok(card) => card,
@@ -163,17 +197,18 @@ impl Nic {
         Self { rx: RefCell::new(rx), queues, interrupt }
     }
 
-    pub(crate) fn mac(&self) -> [u8; 6] {
+    /// Return its hardware address.
+    pub fn mac(&self) -> [u8; 6] {
         self.queues.borrow().card.mac_address()
     }
 
     /// Return the number of its interrupt.
-    pub(crate) const fn interrupt(&self) -> u32 {
+    pub const fn interrupt(&self) -> u32 {
         self.interrupt
     }
 
     /// Let the interrupt go: it comes again with the next frame.
-    pub(crate) fn acknowledge(&mut self) {
+    pub fn acknowledge(&mut self) {
         self.queues.get_mut().card.ack_interrupt();
     }
 }
@@ -195,7 +230,7 @@ impl Queues {
 }
 
 /// A frame that has arrived: a descriptor that the card is done with.
-pub(crate) struct Received<'a> {
+pub struct Received<'a> {
     nic: &'a Nic,
     token: u16,
 }
@@ -215,7 +250,7 @@ impl RxToken for Received<'_> {
 }
 
 /// Room for a frame.
-pub(crate) struct Sending<'a>(&'a Nic);
+pub struct Sending<'a>(&'a Nic);
 
 impl TxToken for Sending<'_> {
     fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, len: usize, f: F) -> R {
