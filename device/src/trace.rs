@@ -44,20 +44,50 @@ pub struct Entry {
 #[derive(Debug, Default)]
 pub struct TraceRing {
     entries: HistoryBuf<Entry, TRACE_LEN>,
+    recorded: u64,
 }
 
 impl TraceRing {
     /// Return an empty ring.
     pub const fn new() -> Self {
-        Self { entries: HistoryBuf::new() }
+        Self { entries: HistoryBuf::new(), recorded: 0 }
     }
 
     pub(crate) fn record(&mut self, at: Instant, what: Trace) {
         self.entries.write(Entry { at, what });
+        self.recorded += 1;
+    }
+
+    /// Return how many entries there ever were.
+    pub const fn recorded(&self) -> u64 {
+        self.recorded
+    }
+
+    /// Return the entries behind the first `seen` that ever were, oldest first, as far as they are still here.
+    pub fn since(&self, seen: u64) -> impl Iterator<Item = &Entry> {
+        let new = usize::try_from(self.recorded - seen.min(self.recorded)).unwrap_or(usize::MAX);
+        self.iter().skip(self.entries.len().saturating_sub(new))
     }
 
     /// Return the entries, oldest first.
     pub fn iter(&self) -> impl Iterator<Item = &Entry> {
         self.entries.oldest_ordered()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_looks_late_sees_what_is_left() {
+        let mut ring = TraceRing::new();
+        for nth in 0..TRACE_LEN as u32 + 5 {
+            ring.record(Instant::ZERO, Trace::GroupCreated(GroupId(nth)));
+        }
+        let of = |seen| ring.since(seen).count();
+        assert_eq!((of(0), of(ring.recorded() - 3), of(ring.recorded()), of(u64::MAX)), (TRACE_LEN, 3, 0, 0));
+        let last = ring.since(ring.recorded() - 1).next().map(|entry| entry.what);
+        assert_eq!(last, Some(Trace::GroupCreated(GroupId(TRACE_LEN as u32 + 4))));
     }
 }

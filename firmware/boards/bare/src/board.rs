@@ -14,7 +14,7 @@ use crate::stack::Stack;
 use heapless::Vec;
 use heapless::spsc::{Consumer, Producer, Queue};
 use smoltcp::phy::Device;
-use sumac_device::{Event, Node, runtime};
+use sumac_device::{Entry, Event, Node, TRACE_LEN, runtime};
 use sumac_hal::ctrl::{Announce, Request, Response, shards};
 use sumac_hal::ids::BootId;
 use sumac_hal::port::Port;
@@ -31,6 +31,8 @@ pub enum BoardEvent {
     Disconnected(ControlError),
     /// The node's.
     Node(Event),
+    /// What the node has put into its trace: in a log that outlives a panic, so does the trace.
+    Trace(Entry),
 }
 
 /// A node and its network.
@@ -38,12 +40,25 @@ pub enum BoardEvent {
 struct Shard<'m, D: Device> {
     stack: Stack<D>,
     node: Node<'m>,
+    /// Trace entries that were told.
+    traced: u64,
 }
 
 impl<D: Device> Shard<'_, D> {
     /// Move packets; returns when the node wants to be called again.
     fn step(&mut self, now: Instant) -> Option<Instant> {
         runtime::poll(&mut self.node, &mut self.stack, now)
+    }
+
+    fn poll_event(&mut self) -> Option<BoardEvent> {
+        if let Some(event) = self.node.poll_event() {
+            return Some(BoardEvent::Node(event));
+        }
+        let trace = self.node.trace();
+        let entry = *trace.since(self.traced).next()?;
+        // Those that were overwritten meanwhile are passed over.
+        self.traced = (self.traced + 1).max(trace.recorded().saturating_sub(TRACE_LEN as u64 - 1));
+        Some(BoardEvent::Trace(entry))
     }
 
     /// Send what is left, and return when to come again.
@@ -176,7 +191,7 @@ impl<'m, D: Device, O: Others> Board<'m, D, O> {
             bus: None,
         };
         let control = Control::new(options.controller, announce, boot_id.0 as u16);
-        Self { shard: Shard { stack, node }, control, others, told_up: None, ended: None }
+        Self { shard: Shard { stack, node, traced: 0 }, control, others, told_up: None, ended: None }
     }
 
     /// Return the NIC.
@@ -188,7 +203,7 @@ impl<'m, D: Device, O: Others> Board<'m, D, O> {
     /// at once.
     pub fn step(&mut self, now: Instant) -> Option<Instant> {
         let next = self.shard.step(now);
-        let Self { shard: Shard { stack, node }, control, others, .. } = self;
+        let Self { shard: Shard { stack, node, .. }, control, others, .. } = self;
         if let Err(error) = control.poll(stack, now, |request| carry_out(request, node, others, now)) {
             self.ended = Some(error);
         }
@@ -208,7 +223,7 @@ impl<'m, D: Device, O: Others> Board<'m, D, O> {
             self.told_up = Some(true);
             return Some(BoardEvent::Connected);
         }
-        self.shard.node.poll_event().map(BoardEvent::Node)
+        self.shard.poll_event()
     }
 }
 
@@ -221,7 +236,7 @@ pub struct Further<'m, D: Device> {
 impl<'m, D: Device> Further<'m, D> {
     /// Put it together.
     pub const fn new(stack: Stack<D>, node: Node<'m>, desk: Answering<'static>) -> Self {
-        Self { shard: Shard { stack, node }, desk }
+        Self { shard: Shard { stack, node, traced: 0 }, desk }
     }
 
     /// Return the NIC.
@@ -241,7 +256,7 @@ impl<'m, D: Device> Further<'m, D> {
 
     /// Return the next thing that has happened.
     pub fn poll_event(&mut self) -> Option<BoardEvent> {
-        self.shard.node.poll_event().map(BoardEvent::Node)
+        self.shard.poll_event()
     }
 }
 

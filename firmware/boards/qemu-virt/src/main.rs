@@ -242,6 +242,7 @@ fn note(event: BoardEvent) {
         }
         BoardEvent::Disconnected(error) => defmt::warn!("controller: {}", defmt::Display2Format(&error)),
         BoardEvent::Node(event) => defmt::info!("{}", defmt::Debug2Format(&event)),
+        BoardEvent::Trace(entry) => defmt::debug!("trace: {}", defmt::Debug2Format(&entry.what)),
         _ => {}
     }
 }

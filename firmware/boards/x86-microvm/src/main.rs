@@ -96,6 +96,7 @@ extern "C" fn main() -> ! {
             match event {
                 BoardEvent::Connected => log!("info  the controller is connected"),
                 BoardEvent::Disconnected(error) => log!("warn  controller: {error}"),
+                BoardEvent::Trace(entry) => log!("debug trace: {:?}", entry.what),
                 event => log!("info  {event:?}"),
             }
         }
