@@ -199,6 +199,11 @@ impl<'m, D: Device, O: Others> Board<'m, D, O> {
         self.shard.stack.device_mut()
     }
 
+    /// Return how many packets have come.
+    pub fn packets_in(&self) -> u64 {
+        self.shard.node.counters().packets_in
+    }
+
     /// Do what there is to do at `now`; returns when to come again if nothing arrives before, `Some(now)` or earlier if
     /// at once.
     pub fn step(&mut self, now: Instant) -> Option<Instant> {

@@ -130,7 +130,7 @@ extern "C" fn main() -> ! {
         keep::End::Watchdog => defmt::warn!("the life before was ended by the watchdog"),
     }
     let mut board = Board::new(stack, node, others, &options, boot_id);
-    let mut lost = 0;
+    let (mut lost, mut busy) = (0, Duration::ZERO);
     #[cfg(feature = "faults")]
     if let Some(fault) = options.fault.filter(|_| life == 1) {
         go_wrong(fault);
@@ -139,8 +139,14 @@ extern "C" fn main() -> ! {
         // Before the look at what has arrived: what comes after it brings another interrupt.
         board.device_mut().acknowledge();
         let next = board.step(now);
+        busy += cpu::now() - now;
         while let Some(event) = board.poll_event() {
             note(event);
+            if matches!(event, BoardEvent::Disconnected(_)) {
+                // With QEMU's -icount shift=0 a nanosecond is an instruction.
+                let (nanos, packets) = (busy.as_nanos() as u64, board.packets_in());
+                defmt::info!("so far {=u64} ns of work over {=u64} packets that came", nanos, packets);
+            }
         }
         if keep::lost() > lost {
             lost = keep::lost();
