@@ -52,20 +52,29 @@ fn lines_with(output: &Output, what: &str) -> Vec<String> {
 
 /// Every row is hurt and repaired.
 fn repaired(args: &str, done: &str) -> Vec<Value> {
+    repaired_as_told(args, done).0
+}
+
+/// The same, with what was told of each.
+fn repaired_as_told(args: &str, done: &str) -> (Vec<Value>, Vec<String>) {
     let output = faulted(args);
     let rows = rows(&output);
     assert!(rows.iter().all(|row| row["repaired"] == true), "{rows:?}");
     let told = lines_with(&output, done);
     assert_eq!(told.len(), rows.len(), "{}", stderr(&output));
     assert!(told.iter().all(|line| line.contains("noticed and repaired in ")), "{told:?}");
-    rows
+    (rows, told)
 }
 
 #[test]
 fn a_killed_device_is_got_over_in_every_row() {
-    let rows =
-        repaired("-b 8 -e 4M -f 524288 -n 6 -w 2 --algo tree,ring --fault kill-device", "device leaf0 killed in");
+    let args = "-b 8 -e 4M -f 524288 -n 6 -w 2 --algo tree,ring --fault kill-device";
+    let (rows, told) = repaired_as_told(args, "device leaf0 killed in");
     assert_eq!(rows.len(), 4);
+    // By ring only barriers are in the tree, and the next one comes behind the iteration that was hit.
+    let in_barriers: Vec<_> = told.iter().filter(|line| line.contains("by the barrier")).collect();
+    assert!(!in_barriers.is_empty(), "{told:?}");
+    assert!(in_barriers.iter().all(|line| line.ends_with("next to iteration 4")), "{in_barriers:?}");
     // Nobody else takes over: the other leaf was of the same tree.
     assert!(rows.iter().all(|row| row["path"] != "tree"), "{rows:?}");
 }
