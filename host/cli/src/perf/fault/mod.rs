@@ -148,6 +148,7 @@ impl Patient<'_> {
 
     /// Run a row, and hurt the cluster meanwhile.
     fn row(&mut self, nth: usize, case: &Case, output: &mut Output<'_>) -> Result<(), Failure> {
+        self.link.iter().for_each(Link::renew);
         let announced = self.args.iterations / 2;
         // The tree, while there is one, is the controller's choice.
         let algo = if case.algo == Algo::Tree { Algo::Auto } else { case.algo };
