@@ -22,14 +22,14 @@ mod rules;
 mod tests;
 
 pub(crate) use clients::Clients;
-pub(crate) use engine::{Engine, Lane, Link};
+pub(crate) use engine::{Engine, Lane, Link, LinkCounters};
 pub(crate) use proxy::{Proxy, front};
 
 use crate::exit::Failure;
 use crate::size::SizeBytes;
 use anyhow::{Context, anyhow, ensure};
-use clap::Args;
-use engine::{LaneCounters, LinkCounters};
+use clap::{Args, Parser};
+use engine::LaneCounters;
 use rules::{RuleSpec, Share, Span, Time, Ways};
 use serde::Serialize;
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
@@ -38,6 +38,7 @@ use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 /// The longest file of rules, in bytes.
 const RULES_MAX_BYTES: u64 = 1 << 20;
@@ -57,6 +58,19 @@ pub(crate) struct ChaosArgs {
     /// What their packets go on to. Once for each --listen, in the same order
     #[arg(long, value_name = "ADDRESS", required = true)]
     to: Vec<SocketAddr>,
+    #[command(flatten)]
+    rules: RuleArgs,
+    /// The most clients of a link
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    clients: u32,
+    /// Print counters as JSON, a link a line
+    #[arg(long)]
+    json: bool,
+}
+
+/// What is to be done to packets.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct RuleArgs {
     /// Packets lost, both ways
     #[arg(long, value_name = "SHARE", default_value = "0%")]
     loss: Share,
@@ -85,21 +99,23 @@ pub(crate) struct ChaosArgs {
     #[arg(long = "for", value_name = "TIME", requires = "cut")]
     length: Option<Time>,
     /// Rules in TOML, for single links, ways and times, instead of the options above
-    #[arg(long, value_name = "FILE",
+    #[arg(long = "rules", value_name = "FILE",
           conflicts_with_all = ["loss", "duplicate", "corrupt", "reorder", "late", "delay", "cut"])]
-    rules: Option<PathBuf>,
+    file: Option<PathBuf>,
     /// What all chance comes from: the same seed does the same to the nth packet of a client's flow
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// The most clients of a link
-    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=4096))]
-    clients: u32,
     /// The most bytes that are held back; what is more is lost, and counted
     #[arg(long, value_name = "SIZE", default_value = "64M")]
     queue: SizeBytes,
-    /// Print counters as JSON, a link a line
-    #[arg(long)]
-    json: bool,
+}
+
+/// The same, as `perf --chaos` takes it.
+#[derive(Debug, Clone, Parser)]
+#[command(name = "--chaos", no_binary_name = true, disable_help_flag = true)]
+struct RuleOptions {
+    #[command(flatten)]
+    rules: RuleArgs,
 }
 
 /// What is printed of a link.
@@ -115,7 +131,7 @@ struct Row {
 pub(crate) fn run(args: &ChaosArgs) -> Result<(), Failure> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGUSR1]).context("watch for signals").map_err(Failure::Run)?;
     let links = args.links().map_err(Failure::Input)?;
-    let lanes = rules::lanes(&args.rules().map_err(Failure::Input)?, links.len()).map_err(Failure::input)?;
+    let lanes = args.rules.lanes(links.len()).map_err(Failure::Input)?;
     let sockets =
         links.iter().map(|&(listen, to)| Ok((front(listen).with_context(|| format!("listen on {listen}"))?, to)));
     let sockets = sockets.collect::<anyhow::Result<Vec<_>>>().map_err(Failure::Input)?;
@@ -125,9 +141,7 @@ pub(crate) fn run(args: &ChaosArgs) -> Result<(), Failure> {
         down,
         clients: Clients::new(args.clients as usize),
     });
-    // In range on every machine that has so much memory.
-    let queue = usize::try_from(args.queue.0).unwrap_or(usize::MAX);
-    let engine = Engine::new(args.seed, queue, links.collect());
+    let engine = args.rules.engine(links.collect());
     let ended = signals.handle();
     let proxy = Proxy::start(engine, sockets, move || ended.close()).context("start to relay").map_err(Failure::Run)?;
     {
@@ -155,7 +169,6 @@ impl ChaosArgs {
         let (listen, to) = (self.listen.len(), self.to.len());
         ensure!(listen == to, "{listen} --listen and {to} --to: each link takes one of both, in the same order");
         ensure!(listen <= LINKS_MAX, "{listen} links; {LINKS_MAX} is the most of one proxy");
-        ensure!(self.queue.0 <= QUEUE_MAX_BYTES, "--queue {}; {} is the most", self.queue, SizeBytes(QUEUE_MAX_BYTES));
         for target in &self.to {
             ensure!(
                 target.port() != 0 && !target.ip().is_unspecified(),
@@ -169,22 +182,6 @@ impl ChaosArgs {
             ensure!(own.is_none(), "--to {target} is where --listen is: packets would go round for ever");
         }
         Ok(self.listen.iter().copied().zip(self.to.iter().copied()).collect())
-    }
-
-    /// Return the rules of the file, or of the options.
-    fn rules(&self) -> anyhow::Result<Vec<RuleSpec>> {
-        if let Some(path) = &self.rules {
-            let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
-            let mut text = String::new();
-            let read = file.take(RULES_MAX_BYTES + 1).read_to_string(&mut text);
-            let read = read.with_context(|| format!("cannot read {}", path.display()))?;
-            ensure!(read as u64 <= RULES_MAX_BYTES, "{}: longer than {}", path.display(), SizeBytes(RULES_MAX_BYTES));
-            return rules::parse(&text).with_context(|| path.display().to_string());
-        }
-        let &Self { loss, duplicate, corrupt, reorder, late, delay, at, length, .. } = self;
-        let cut = self.cut.map(|direction| RuleSpec { direction, at, length, loss: Share::ALL, ..RuleSpec::default() });
-        let faults = RuleSpec { loss, duplicate, corrupt, reorder, late, delay, ..RuleSpec::default() };
-        Ok(cut.into_iter().chain([faults]).collect())
     }
 
     fn print(&self, fronts: &[SocketAddr], counters: &[LinkCounters]) -> io::Result<()> {
@@ -206,5 +203,47 @@ impl ChaosArgs {
             }
         }
         out.flush()
+    }
+}
+
+impl RuleArgs {
+    /// Make the lanes of each link, up and down.
+    ///
+    /// # Errors
+    /// What can't be done, and what can.
+    pub(crate) fn lanes(&self, links: usize) -> anyhow::Result<Vec<(Lane, Lane)>> {
+        ensure!(self.queue.0 <= QUEUE_MAX_BYTES, "--queue {}; {} is the most", self.queue, SizeBytes(QUEUE_MAX_BYTES));
+        Ok(rules::lanes(&self.specs()?, links)?)
+    }
+
+    /// Make the engine of links with such lanes.
+    pub(crate) fn engine(&self, links: Vec<Link>) -> Engine {
+        // More than there are addresses is as much as can be.
+        Engine::new(self.seed, usize::try_from(self.queue.0).unwrap_or(usize::MAX), links)
+    }
+
+    /// Return the rules of the file, or of the options.
+    fn specs(&self) -> anyhow::Result<Vec<RuleSpec>> {
+        if let Some(path) = &self.file {
+            let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
+            let mut text = String::new();
+            let read = file.take(RULES_MAX_BYTES + 1).read_to_string(&mut text);
+            let read = read.with_context(|| format!("cannot read {}", path.display()))?;
+            ensure!(read as u64 <= RULES_MAX_BYTES, "{}: longer than {}", path.display(), SizeBytes(RULES_MAX_BYTES));
+            return rules::parse(&text).with_context(|| path.display().to_string());
+        }
+        let &Self { loss, duplicate, corrupt, reorder, late, delay, at, length, .. } = self;
+        let cut = self.cut.map(|direction| RuleSpec { direction, at, length, loss: Share::ALL, ..RuleSpec::default() });
+        let faults = RuleSpec { loss, duplicate, corrupt, reorder, late, delay, ..RuleSpec::default() };
+        Ok(cut.into_iter().chain([faults]).collect())
+    }
+}
+
+impl FromStr for RuleArgs {
+    type Err = clap::Error;
+
+    /// Read options as they stand on a command line, with blanks between them.
+    fn from_str(options: &str) -> Result<Self, clap::Error> {
+        RuleOptions::try_parse_from(options.split_whitespace()).map(|options| options.rules)
     }
 }

@@ -28,8 +28,8 @@ pub(crate) struct ClusterConfig<'a> {
     pub(crate) parts: Parts,
     /// What the controller takes whatever it costs.
     pub(crate) preference: Preference<'a>,
-    /// Further options of the device of an index.
-    pub(crate) device_options: Option<(usize, Vec<String>)>,
+    /// Further options of the devices of these indices.
+    pub(crate) device_options: Vec<(usize, Vec<String>)>,
 }
 
 /// Ways that a controller takes whatever they cost.

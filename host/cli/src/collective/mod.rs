@@ -169,7 +169,7 @@ impl Job<'_> {
         outputs: &[Option<Output>],
         supervisor: &mut Supervisor,
     ) -> Result<Combined, Failure> {
-        let (parts, preference, device_options) = (Parts::anywhere(), Preference::Cost, None);
+        let (parts, preference, device_options) = (Parts::anywhere(), Preference::Cost, Vec::new());
         let config = ClusterConfig { layout, shards: 1, parts, preference, device_options };
         let controller = cluster::start(supervisor, &config)?.addr;
         let Call { collective, op, root, run } = self.call;

@@ -7,6 +7,7 @@ mod args;
 mod explain;
 mod fault;
 mod output;
+mod relay;
 mod table;
 
 pub(crate) use args::PerfArgs;
@@ -21,6 +22,7 @@ use crate::stats;
 use anyhow::anyhow;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use output::Output;
+use relay::Link;
 use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
@@ -65,10 +67,13 @@ fn measure(
     let round_trip_ns = if args.json { None } else { machine::cache_line_round_trip_ns() };
     bar.set_message("starting the controller and the devices");
     let preference = args.overrides.as_deref().map_or(Preference::Cost, Preference::File);
-    let config = ClusterConfig { preference, ..config(args, layout) };
+    let links = relay::start(args, layout)?;
+    let device_options = links.iter().map(|link| (link.device, link.device_options())).collect();
+    let config = ClusterConfig { preference, device_options, ..config(args, layout) };
     let mut output = Output::new(args, layout, round_trip_ns, bar);
     if let Some(fault) = args.fault {
-        fault::measure(args, fault, cases, config, supervisor, &mut output)?;
+        fault::measure(args, (fault, &links), cases, config, supervisor, &mut output)?;
+        tell_links(args, layout, &links, &output);
         return output.finish();
     }
     let controller = cluster::start(&mut supervisor, &config)?.addr;
@@ -92,13 +97,21 @@ fn measure(
         }
     }
     supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?;
+    tell_links(args, layout, &links, &output);
     output.finish()
+}
+
+/// Say what `--chaos` did to packets.
+fn tell_links(args: &PerfArgs, layout: &Layout, links: &[Link], output: &Output<'_>) {
+    if args.chaos.is_some() {
+        links.iter().for_each(|link| link.tell(&layout.devices[link.device], output));
+    }
 }
 
 /// Describe the cluster that is asked for.
 fn config<'a>(args: &PerfArgs, layout: &'a Layout) -> ClusterConfig<'a> {
     let parts = if args.no_bind { Parts::anywhere() } else { Parts::new(layout) };
-    ClusterConfig { layout, shards: args.shards, parts, preference: Preference::Cost, device_options: None }
+    ClusterConfig { layout, shards: args.shards, parts, preference: Preference::Cost, device_options: Vec::new() }
 }
 
 /// Wait until all ranks have joined, and return how they reach the tree, if there is one.

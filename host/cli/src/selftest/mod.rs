@@ -90,7 +90,7 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
             };
             let layout = layout.map_err(Failure::Input)?;
             let started = supervisor.insert(Supervisor::new(ProgressBar::hidden(), verbose)?);
-            let (parts, preference, device_options) = (Parts::anywhere(), Preference::Cost, None);
+            let (parts, preference, device_options) = (Parts::anywhere(), Preference::Cost, Vec::new());
             let config = ClusterConfig { layout: &layout, shards: 1, parts, preference, device_options };
             cluster::start(started, &config)?.addr
         }

@@ -1,14 +1,20 @@
-//! The link between rank 0 and its leaf device, which can be cut: a proxy of packets before each of the device's shards
-//! ([`chaos`](crate::chaos)), whose one rule loses those of cut ports.
+//! The links between devices and their children, which can be cut or made worse: a proxy of packets before each of a
+//! device's shards ([`chaos`](crate::chaos)), whose first rule loses those of cut ports, and whose others are `--chaos`.
 //!
-//! The device has its children send to the proxy, and sees one address a child. From the cut on, packets from and to ports
+//! A device has its children send to the proxy, and sees one address a child. From the cut on, packets from and to ports
 //! of one process are dropped. Ports that it opens later are others: a new tree is a new link. The system gives ports out
 //! again, so a row begins with none cut, and with sockets for its own children only ([`Link::renew`]).
 //!
 //! Results that a leaf sends once for all its children, to an address that they share, don't come by here. A rank whose
 //! contributions are lost gets no more of them than it has contributed to.
 
-use crate::chaos::{self, Clients, Engine, Lane, Proxy};
+use super::PerfArgs;
+use super::fault::Fault;
+use super::output::Output;
+use crate::chaos::{self, Clients, Lane, LinkCounters, Proxy, RuleArgs};
+use crate::exit::Failure;
+use crate::layout::Layout;
+use anyhow::{Context, anyhow};
 use std::collections::BTreeSet;
 use std::fs;
 use std::io;
@@ -20,8 +26,11 @@ use sumac_hal::port::Addr;
 /// The most children of a shard.
 const MAX_CHILDREN: usize = 4096;
 
-/// The first data port of the device, on an address that only this process uses.
+/// The first data port of the first device, on an address that only this process uses.
 const FIRST_PORT: u16 = 7900;
+
+/// The distance of two devices' first data ports: as many as a device has shards at most.
+const PORTS: usize = 64;
 
 /// Ports whose packets are lost.
 #[derive(Debug, Clone, Default)]
@@ -32,9 +41,10 @@ impl Cut {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Return a lane on which packets from and to them are lost.
-    fn lane(&self) -> Lane {
-        Lane { rules: vec![Box::new(self.clone())], ways: Vec::new() }
+    /// Return a lane on which packets from and to them are lost, before anything else is done.
+    fn before(&self, mut lane: Lane) -> Lane {
+        lane.rules.insert(0, Box::new(self.clone()));
+        lane
     }
 }
 
@@ -46,33 +56,54 @@ impl Rule for Cut {
     }
 }
 
+/// Start the proxies that are asked for: before every device with `--chaos`, else before the one whose link is cut.
+pub(super) fn start(args: &PerfArgs, layout: &Layout) -> Result<Vec<Link>, Failure> {
+    let leaf = layout.leaves.first().copied().unwrap_or(0);
+    let devices: Vec<usize> = match (&args.chaos, args.fault) {
+        (Some(_), _) => (0..layout.devices.len()).collect(),
+        (None, Some(Fault::CutLink)) => vec![leaf],
+        (None, _) => Vec::new(),
+    };
+    let rules = args.chaos.clone().map_or_else(|| "".parse().map_err(Failure::run), Ok)?;
+    devices.into_iter().map(|device| Link::start(device, args.shards, &rules)).collect()
+}
+
 /// Proxies before all shards of a device.
 #[derive(Debug)]
 pub(super) struct Link {
+    /// The device's index.
+    pub(super) device: usize,
     bind: Ipv4Addr,
+    /// The device's first data port.
+    port: u16,
     proxy: Proxy,
     cut: Cut,
 }
 
 impl Link {
     /// Start to relay to the shards of a device that is started later, with [`Link::device_options`].
-    pub(super) fn start(shards: u16) -> io::Result<Self> {
+    fn start(device: usize, shards: u16, rules: &RuleArgs) -> Result<Self, Failure> {
         let [_, a, b, c] = std::process::id().to_be_bytes();
         // A loopback address of this process's own, where ports below those that the system gives out are free.
         let bind = Ipv4Addr::new(127, 64 | a, b, c);
+        let most = (usize::from(u16::MAX) + 1 - usize::from(FIRST_PORT)) / PORTS;
+        let too_many = || Failure::Input(anyhow!("--chaos before more than {most} devices; ask for a smaller fabric"));
+        let port = device.checked_mul(PORTS).filter(|_| device < most).ok_or_else(too_many)?;
+        let port = FIRST_PORT + u16::try_from(port).map_err(|_| too_many())?;
         let cut = Cut::default();
-        let targets = (0..shards).map(|shard| SocketAddr::from((bind, FIRST_PORT + shard)));
-        let fronts = targets.clone().map(|target| Ok((chaos::front((Ipv4Addr::LOCALHOST, 0).into())?, target)));
-        let fronts = fronts.collect::<io::Result<Vec<_>>>()?;
-        let links = targets.map(|target| chaos::Link {
+        let targets = (0..shards).map(|shard| SocketAddr::from((bind, port + shard)));
+        let lanes = rules.lanes(usize::from(shards)).context("--chaos").map_err(Failure::Input)?;
+        let links = targets.clone().zip(lanes).map(|(target, (up, down))| chaos::Link {
             target,
-            up: cut.lane(),
-            down: cut.lane(),
+            up: cut.before(up),
+            down: cut.before(down),
             clients: Clients::new(MAX_CHILDREN),
         });
-        // Nothing is drawn, and nothing held back.
-        let engine = Engine::new(0, 0, links.collect());
-        Ok(Self { bind, proxy: Proxy::start(engine, fronts, || ())?, cut })
+        let engine = rules.engine(links.collect());
+        let fronts = targets.map(|target| Ok((chaos::front((Ipv4Addr::LOCALHOST, 0).into())?, target)));
+        let proxy = fronts.collect::<io::Result<_>>().and_then(|fronts| Proxy::start(engine, fronts, || ()));
+        let proxy = proxy.context("a relay for the link of a device").map_err(Failure::Run)?;
+        Ok(Self { device, bind, port, proxy, cut })
     }
 
     /// Return what the device has to be started with.
@@ -80,7 +111,7 @@ impl Link {
         let fronts: Vec<String> = self.proxy.fronts().iter().map(ToString::to_string).collect();
         vec![
             format!("--bind={}", self.bind),
-            format!("--data-port={FIRST_PORT}"),
+            format!("--data-port={}", self.port),
             format!("--advertise={}", fronts.join(",")),
         ]
     }
@@ -90,6 +121,20 @@ impl Link {
         let ports = udp_ports(process)?;
         self.cut.ports().extend(ports);
         Ok(())
+    }
+
+    /// Say what was done to packets.
+    pub(super) fn tell(&self, name: &str, output: &Output<'_>) {
+        for LinkCounters { clients, up, down, .. } in self.proxy.counters() {
+            let [received, sent] = [up.received + down.received, up.sent + down.sent];
+            let (lost, twice) = (up.lost + down.lost, up.duplicated + down.duplicated);
+            let (damaged, late) = (up.corrupted + down.corrupted, up.reordered + down.reordered);
+            let overflowed = up.overflowed + down.overflowed;
+            output.tell(&format!(
+                "chaos before device {name}: {clients} clients, {received} packets, {sent} passed on, {lost} lost, \
+                 {twice} doubled, {damaged} damaged, {late} reordered, {overflowed} not held for want of room"
+            ));
+        }
     }
 
     /// Begin anew: nothing is cut, and who sends is somebody new.
@@ -153,7 +198,7 @@ mod tests {
 
     impl Bench {
         fn new() -> Self {
-            let link = Link::start(1).expect("a relay");
+            let link = Link::start(0, 1, &"".parse().expect("no options")).expect("a relay");
             let device = blocking((link.bind, FIRST_PORT));
             let children = [(); 2].map(|()| blocking((Ipv4Addr::LOCALHOST, 0)));
             children.iter().for_each(|child| child.connect(link.proxy.fronts()[0]).expect("connected"));
