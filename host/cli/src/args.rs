@@ -87,6 +87,9 @@ pub(crate) enum Command {
     /// client, as behind address translation. Prints `relaying LISTEN to TARGET` for each link; relays until SIGINT or
     /// SIGTERM, and prints what it did to packets then, and at each SIGUSR1.
     ///
+    /// Devices tell their children to send here with --advertise. What a device sends once for all its children, by
+    /// multicast, does not come by.
+    ///
     /// Each packet suffers one fault at most. A place in the table of clients is kept by those that the target answers;
     /// when it is full, others lose theirs to whoever comes.
     #[command(after_long_help = CHAOS_HELP)]

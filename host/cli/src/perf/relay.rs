@@ -1,5 +1,5 @@
 //! The links between devices and their children, which can be cut or made worse: a proxy of packets before each of a
-//! device's shards ([`chaos`](crate::chaos)), whose first rule loses those of cut ports, and whose others are `--chaos`.
+//! device's shards ([`crate::chaos`]), whose first rule loses those of cut ports, and whose others are `--chaos`.
 //!
 //! A device has its children send to the proxy, and sees one address a child. From the cut on, packets from and to ports
 //! of one process are dropped. Ports that it opens later are others: a new tree is a new link. The system gives ports out
