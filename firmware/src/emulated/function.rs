@@ -182,7 +182,7 @@ impl Attached {
     }
 
     fn make((boot_id, dma): (BootId, Capabilities)) -> Result<(Function, [Ends; 2]), CreateError> {
-        let features = Features::BY_REFERENCE | Features::FENCE | Features::REDO;
+        let features = Features::BY_REFERENCE | Features::FENCE | Features::REDO | Features::HEARTBEAT;
         let function = Function::create(&FunctionConfig { boot_id, features, queues: QUEUES, depth: DEPTH, dma })?;
         let ends = |index: u32| -> Result<Ends, CreateError> {
             // A function has the queues that it was made with.
@@ -448,9 +448,13 @@ impl Attached {
         !self.admin.pending.is_empty() || !self.data.pending.is_empty()
     }
 
-    pub(super) fn announce(&mut self) {
+    /// Show the rank that the board's shard goes on.
+    pub(super) fn beat(&mut self) {
         self.beat = self.beat.wrapping_add(1);
         self.function.bar().set_heartbeat(self.beat);
+    }
+
+    pub(super) fn announce(&mut self) {
         self.admin.queue.device_bell().announce();
         self.data.queue.device_bell().announce();
     }

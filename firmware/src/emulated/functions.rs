@@ -360,6 +360,8 @@ impl Functions {
     /// Serve the rings, and do the shard's share of the engine's work; where nothing comes as packets, look for a while at
     /// nothing else. True if there may be more to do at once.
     pub(super) fn attend(&mut self, node: &mut Node<'_>, now: impl Fn() -> Instant) -> bool {
+        // Once between two sleeps at least, and what one turn does is bounded: a rank that sees no beat sees no shard.
+        self.attached.iter_mut().for_each(Attached::beat);
         let lingers = !self.attached.is_empty() && node.is_all_by_reference();
         for turn in 0..TURNS_PER_LOOK {
             let served = self.serve(node, now());

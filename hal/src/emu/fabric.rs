@@ -10,7 +10,7 @@
 //! - what damage a packet takes follows from the seed and from which packet of its path it is, so that a run whose
 //!   faults are repeated from a list is the same run.
 
-use super::{Frame, NthPacket, Rng, Rule, Verdict};
+use super::{Frame, NthPacket, Rng, Rule, Verdict, damage, decide};
 use crate::port::Addr;
 use crate::time::Instant;
 use core::fmt;
@@ -189,15 +189,9 @@ impl Fabric {
     pub fn send(&mut self, now: Instant, from: Addr, to: Addr, bytes: &[u8]) {
         let nth = self.paths.entry((from, to)).or_default();
         *nth += 1;
-        let frame = Frame { index: self.counters.sent, nth: *nth, at: now, from, to, bytes };
+        let frame = Frame::new(self.counters.sent, *nth, now, (from, to), bytes);
         self.counters.sent += 1;
-        let rng = &mut self.rng;
-        let verdict = self
-            .rules
-            .iter_mut()
-            .map(|(_, rule)| rule.on_packet(&frame, rng))
-            .find(|verdict| *verdict != Verdict::Pass)
-            .unwrap_or(Verdict::Pass);
+        let verdict = decide(self.rules.iter_mut().map(|(_, rule)| &mut **rule), &frame, &mut self.rng);
         let nth = *nth;
         if let Some(faults) = self.faults.as_mut().filter(|_| verdict != Verdict::Pass) {
             faults.push(NthPacket { from, to, nth, verdict });
@@ -225,7 +219,7 @@ impl Fabric {
             }
             Verdict::Corrupt => {
                 self.counters.corrupted += 1;
-                corrupt(&mut bytes, &mut self.damage(from, to, nth));
+                damage(&mut bytes, &mut self.damage(from, to, nth));
             }
             Verdict::Drop => {
                 self.counters.dropped_by_rule += 1;
@@ -322,24 +316,6 @@ impl fmt::Debug for Fabric {
             .field("in_flight", &self.in_flight())
             .field("log_hash", &self.log_hash())
             .finish_non_exhaustive()
-    }
-}
-
-/// Flip 1 to 3 bits, or, one time in four, cut the packet short. It is never as it was.
-fn corrupt(bytes: &mut Vec<u8>, rng: &mut Rng) {
-    if bytes.is_empty() {
-        return;
-    }
-    if bytes.len() > 1 && rng.below(4) == 0 {
-        bytes.truncate(1 + rng.below(bytes.len() as u64 - 1) as usize);
-        return;
-    }
-    let bits = bytes.len() as u64 * 8;
-    let first = rng.below(bits);
-    // Distinct bits, so that no two flips cancel out: neighbours of the first, as in a burst.
-    for i in 0..=rng.below(3).min(bits - 1) {
-        let bit = (first + i * (1 + bits / 5)) % bits;
-        bytes[(bit / 8) as usize] ^= 1 << (bit % 8);
     }
 }
 

@@ -16,4 +16,4 @@ mod tests;
 pub use fabric::{Counters, Delivery, Fabric, LinkConfig, RuleId};
 pub use port::{EmuNet, EmuPort, EmuPortConfig, EmuRx, EmuTx};
 pub use rng::Rng;
-pub use rule::{Frame, NthPacket, Partition, RandomFaults, Rule, Script, SlowLink, Verdict};
+pub use rule::{During, Frame, NthPacket, Partition, RandomFaults, Rule, Script, SlowLink, Verdict, damage, decide};

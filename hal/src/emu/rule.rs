@@ -1,4 +1,7 @@
 //! Faults as rules: each packet is shown to every rule in turn, and the first that does not let it pass decides.
+//!
+//! A rule knows no fabric: it sees a packet, the time as the caller tells it, and the caller's generator. So the same
+//! rules act on the [`Fabric`](super::Fabric)'s virtual links and on packets of real sockets ([`decide`], [`damage`]).
 
 use super::Rng;
 use crate::port::Addr;
@@ -23,6 +26,13 @@ pub struct Frame<'a> {
     pub to: Addr,
     /// Its bytes.
     pub bytes: &'a [u8],
+}
+
+impl<'a> Frame<'a> {
+    /// Describe a packet: the `nth` of its path, from 1, and the `index`-th of all, from 0, sent at `at`.
+    pub const fn new(index: u64, nth: u64, at: Instant, (from, to): (Addr, Addr), bytes: &'a [u8]) -> Self {
+        Self { index, nth, at, from, to, bytes }
+    }
 }
 
 /// What happens to a packet.
@@ -55,6 +65,52 @@ pub trait Rule {
 impl<F: FnMut(&Frame<'_>, &mut Rng) -> Verdict> Rule for F {
     fn on_packet(&mut self, frame: &Frame<'_>, rng: &mut Rng) -> Verdict {
         self(frame, rng)
+    }
+}
+
+/// Show a packet to rules in turn, and return the first verdict that does not let it pass.
+pub fn decide<'r, R: Rule + ?Sized + 'r>(
+    rules: impl IntoIterator<Item = &'r mut R>,
+    frame: &Frame<'_>,
+    rng: &mut Rng,
+) -> Verdict {
+    let mut verdicts = rules.into_iter().map(|rule| rule.on_packet(frame, rng));
+    verdicts.find(|verdict| *verdict != Verdict::Pass).unwrap_or(Verdict::Pass)
+}
+
+/// Do what [`Verdict::Corrupt`] says: flip 1 to 3 bits, or, one time in four, cut the packet short. It is never as it was,
+/// unless it is empty.
+pub fn damage(bytes: &mut Vec<u8>, rng: &mut Rng) {
+    if bytes.is_empty() {
+        return;
+    }
+    if bytes.len() > 1 && rng.below(4) == 0 {
+        bytes.truncate(1 + rng.below(bytes.len() as u64 - 1) as usize);
+        return;
+    }
+    let bits = bytes.len() as u64 * 8;
+    let first = rng.below(bits);
+    // Distinct bits, so that no two flips cancel out: neighbours of the first, as in a burst.
+    for i in 0..=rng.below(3).min(bits - 1) {
+        let bit = (first + i * (1 + bits / 5)) % bits;
+        bytes[(bit / 8) as usize] ^= 1 << (bit % 8);
+    }
+}
+
+/// Another rule, for a while.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct During<R> {
+    /// When.
+    pub during: Range<Instant>,
+    /// What then holds.
+    pub rule: R,
+}
+
+impl<R: Rule> Rule for During<R> {
+    fn on_packet(&mut self, frame: &Frame<'_>, rng: &mut Rng) -> Verdict {
+        // It draws before and after as well, so that the other rules' dice do not depend on the time.
+        let verdict = self.rule.on_packet(frame, rng);
+        if self.during.contains(&frame.at) { verdict } else { Verdict::Pass }
     }
 }
 

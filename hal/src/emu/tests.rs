@@ -106,6 +106,35 @@ fn a_partition_cuts_one_way_for_a_while() {
 }
 
 #[test]
+fn a_rule_for_a_while_holds_no_longer_and_leaves_the_others_their_dice() {
+    let path = (Addr::Emu(0), Addr::Emu(1));
+    let all = RandomFaults { loss_per_mille: 1000, ..RandomFaults::default() };
+    let some = RandomFaults { loss_per_mille: 500, ..RandomFaults::default() };
+    let verdicts = |during| {
+        let mut rng = Rng::new(3);
+        let mut first = During { during, rule: all };
+        let mut rules: [Box<dyn Rule>; 2] = [
+            Box::new(move |frame: &Frame<'_>, rng: &mut Rng| {
+                // Whatever it says, the next rule is asked as well.
+                let _ = first.on_packet(frame, rng);
+                Verdict::Pass
+            }),
+            Box::new(some),
+        ];
+        let mut decide =
+            |nth| decide(rules.iter_mut().map(|rule| &mut **rule), &Frame::new(nth, nth, us(nth), path, &[]), &mut rng);
+        (0..200).map(&mut decide).collect::<Vec<_>>()
+    };
+    let never = verdicts(us(0)..us(0));
+    assert_eq!(never, verdicts(us(50)..us(100)));
+    assert!(never.contains(&Verdict::Drop) && never.contains(&Verdict::Pass));
+    let mut cut = During { during: us(50)..us(100), rule: all };
+    let lost = (0..200)
+        .filter(|&nth| cut.on_packet(&Frame::new(nth, nth, us(nth), path, &[]), &mut Rng::new(nth)) == Verdict::Drop);
+    assert!(lost.eq(50..100));
+}
+
+#[test]
 fn a_slow_link_delays_one_way_for_a_while() {
     let mut fabric = Fabric::new(1, LinkConfig::default());
     fabric.add_rule(SlowLink { from: vec![A], to: vec![B], during: us(10)..us(20), delay: Duration::from_micros(100) });

@@ -21,7 +21,7 @@ pub const MAGIC: u32 = u32::from_le_bytes(*b"SUMA");
 pub const VERSION_MAJOR: u16 = 1;
 
 /// A later minor version only gives a meaning to what was reserved.
-pub const VERSION_MINOR: u16 = 0;
+pub const VERSION_MINOR: u16 = 1;
 
 /// The most queues of a function: the admin queue, and one for each of the device's shards.
 pub const QUEUES_MAX: u32 = 64;
@@ -49,6 +49,9 @@ bitflags! {
         const FENCE = 1 << 1;
         /// Its redo slots are in memory that outlives its runtime (PROTOCOL 7).
         const REDO = 1 << 2;
+        /// Its heartbeat changes with each turn of its runtime, and there is a turn whenever it is rung: one that stands
+        /// still then is stuck or stopped. Since version 1.1.
+        const HEARTBEAT = 1 << 3;
     }
 }
 
@@ -408,7 +411,7 @@ impl<'a> Bar<'a> {
         self.registers().status().write(status.bits().to_le());
     }
 
-    /// Return the heartbeat: a device whose heartbeat stands still is stuck or gone.
+    /// Return the heartbeat; see [`Features::HEARTBEAT`].
     pub fn heartbeat(&self) -> u32 {
         u32::from_le(self.registers().heartbeat().read())
     }

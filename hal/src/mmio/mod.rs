@@ -16,7 +16,7 @@
 //! | 0x0020 | 4 | number of queues, 2 to [`QUEUES_MAX`]; queue 0 is the admin queue | device |
 //! | 0x0024 | 4 | depth of each queue, a power of two, [`DEPTH_MIN`] to [`DEPTH_MAX`] | device |
 //! | 0x0028 | 4 | distance of the queues in bytes, [`queue_stride_bytes`] of the depth | device |
-//! | 0x002c | 4 | heartbeat: changes while the device's runtime is alive | device |
+//! | 0x002c | 4 | heartbeat: changes with each turn of the device's runtime | device |
 //! | 0x0030 | 4 | DMA profile, number of [`Profile`](crate::dma::Profile) | device |
 //! | 0x0034 | 4 | DMA element types, [`DtypeSet`](crate::dma::DtypeSet) | device |
 //! | 0x0038 | 4 | DMA operators, [`OpSet`](crate::dma::OpSet) | device |

@@ -60,7 +60,7 @@ fn golden_registers() {
     let memory = device();
     let dma = config().dma;
     let expected = [
-        (0x00, 0x0001_0000_414d_5553),
+        (0x00, 0x0001_0001_414d_5553),
         (0x08, 0x1122_3344_5566_7788),
         (0x10, 0x2000 + 3 * 0x1000),
         (0x18, 0x1_0000_0003),

@@ -19,7 +19,7 @@
 use super::peer::{Peer, PeerError};
 use super::ready::readable;
 use crate::ids::{ChildIndex, GroupId};
-use rustix::io::{Errno, retry_on_intr};
+use rustix::io::{Errno, fcntl_dupfd_cloexec, retry_on_intr};
 use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -200,13 +200,19 @@ impl Listener {
     /// Wait for the next rank; `None` if none has come within `timeout`.
     ///
     /// # Errors
-    /// [`SocketError`]; of a rank that may not, or is gone already: the next one may be welcome.
+    /// [`SocketError`]; of a rank that may not, or is gone already: the next one may be welcome. Where this process has no
+    /// room for a connection ([`SocketError::System`]), whoever is next waits on.
     pub fn accept(&self, timeout: Duration) -> Result<Option<Connection>, SocketError> {
         if !wait(&self.socket, timeout)? {
             return Ok(None);
         }
+        // A connection takes two descriptors, the second for its process. Who is accepted and finds no room for that could
+        // only be hung up on.
+        let second = fcntl_dupfd_cloexec(&self.socket, 0);
+        let second = second.map_err(|errno| SocketError::System { call: "fcntl(F_DUPFD_CLOEXEC)", errno })?;
         let socket = retry_on_intr(|| accept_with(&self.socket, SocketFlags::CLOEXEC));
         let socket = socket.map_err(|errno| SocketError::System { call: "accept", errno })?;
+        drop(second);
         limit_sends(&socket, SEND_LIMIT)?;
         Connection::new(socket, SEND_LIMIT).map(Some)
     }

@@ -1,6 +1,7 @@
 //! The command line: what `--help` says, and which subcommands there are.
 
 use crate::board::{EmulateArgs, LogArgs};
+use crate::chaos::ChaosArgs;
 use crate::collective::{AllGatherArgs, AllReduceArgs, BroadcastArgs, ReduceScatterArgs};
 use crate::devices::DevicesArgs;
 use crate::doctor::DoctorArgs;
@@ -81,6 +82,19 @@ pub(crate) enum Command {
     ///
     /// Prints `listening ADDRESS`; serves until SIGINT or SIGTERM.
     Controller(ControllerArgs),
+    /// Lose, double, reorder, damage and delay packets between ranks and devices, as the simulator's links do
+    ///
+    /// A proxy over UDP. Each client gets a socket of its own towards the target, so that the target sees one address a
+    /// client, as behind address translation. Prints `relaying LISTEN to TARGET` for each link; relays until SIGINT or
+    /// SIGTERM, and prints what it did to packets then, and at each SIGUSR1.
+    ///
+    /// Devices tell their children to send here with --advertise. What a device sends once for all its children, by
+    /// multicast, does not come by.
+    ///
+    /// Each packet suffers one fault at most. A place in the table of clients is kept by those that the target answers;
+    /// when it is full, others lose theirs to whoever comes.
+    #[command(after_long_help = CHAOS_HELP)]
+    Chaos(ChaosArgs),
     /// Show what a controller knows: fabric, devices and jobs
     Status(StatusArgs),
     /// Test every link of a cluster on its own: rank to device, and device to device
@@ -228,6 +242,25 @@ EXAMPLES
 
 EXIT STATUS
   0 written, and all ranks got the same; 1 the run failed; 2 bad input; there is no output file unless the status is 0";
+
+const CHAOS_HELP: &str = "\
+EXAMPLES
+  sumac device --name leaf0 --data-port 7900 --advertise 127.0.0.1:7950
+  sumac chaos --listen 127.0.0.1:7950 --to 127.0.0.1:7900 --loss 5% --duplicate 1% --reorder 2% --corrupt 0.1%
+  sumac chaos --listen 127.0.0.1:7950 --to 127.0.0.1:7900 --delay 1ms..5ms --cut up --at 2s --for 500ms
+  sumac chaos --listen [::1]:0 --to [::1]:7900 --listen [::1]:0 --to [::1]:7901 --rules rules.toml --seed 7 --json
+
+RULES
+  [[rule]] in TOML, of: link (which --listen, from 1) direction (up, down, both) at for loss duplicate corrupt reorder
+  late delay. Each packet is shown to the rules in order, and the first that does something to it decides; delays come on
+  top. Shares are in steps of 0.1%, times whole numbers of us, ms or s.
+
+JSON
+  One object a link: listen to clients replaced up{} down{}, each of received sent lost duplicated corrupted reordered
+  overflowed refused stray unsent.
+
+EXIT STATUS
+  0 ended by SIGINT or SIGTERM, 1 the system did not let it relay, 2 bad usage, rules or addresses";
 
 const SELFTEST_HELP: &str = "\
 EXAMPLES

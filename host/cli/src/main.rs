@@ -15,6 +15,7 @@ macro_rules! tell {
 mod address;
 mod args;
 mod board;
+mod chaos;
 mod cluster;
 mod collective;
 mod devices;
@@ -56,6 +57,7 @@ fn main() -> ExitCode {
         Command::Broadcast(args) => collective::broadcast(&args, cli.verbose),
         Command::Device(args) => server::run_device(args),
         Command::Controller(args) => server::run_controller(&args),
+        Command::Chaos(args) => chaos::run(&args),
         Command::Selftest(args) => selftest::run(&args, cli.verbose),
         Command::Status(args) => status::run(&args),
         Command::Plan(args) => plan::run(&args),

@@ -158,9 +158,10 @@ impl Bench<'_> {
     ) -> Result<u64, sumac::Error> {
         self.iteration += 1;
         workload.fill(self.iteration);
+        let iteration = sum.as_deref().map_or(0, Measured::iteration);
         self.timed(workload, options, sum.as_deref_mut())?;
         // Nobody's check takes a core from a rank that is still being timed.
-        self.barrier(sum)?;
+        self.barrier(sum, iteration)?;
         Ok(workload.wrong(self.iteration))
     }
 
@@ -171,8 +172,9 @@ impl Bench<'_> {
         options: &CallOptions,
         mut sum: Option<&mut Measured>,
     ) -> Result<(), sumac::Error> {
-        self.barrier(sum.as_deref_mut())?;
-        let is_announced = sum.as_ref().is_some_and(|sum| self.announced == Some(sum.iteration()));
+        let iteration = sum.as_deref().map_or(0, Measured::iteration);
+        self.barrier(sum.as_deref_mut(), iteration)?;
+        let is_announced = sum.is_some() && self.announced == Some(iteration);
         if let Some(sum) = sum.as_deref().filter(|_| is_announced) {
             let (at_ns, usual_ns) = (now_ns(), stats::median_ns(&sum.times_ns) as u64);
             // Where nobody listens any more, the supervisor has ended, and this process ends, too.
@@ -186,7 +188,7 @@ impl Bench<'_> {
         let outcome = outcome?;
         if let Some(sum) = sum.as_deref_mut() {
             if outcome.repaired {
-                sum.repair = Some(Repair { iteration: sum.iteration(), in_barrier: false, time_ns: nanos(time) });
+                sum.repair = Some(Repair { iteration, in_barrier: false, time_ns: nanos(time) });
             }
             sum.times_ns.push(nanos(time));
             sum.cpu_ns += nanos(cpu);
@@ -195,19 +197,20 @@ impl Bench<'_> {
         if is_announced {
             // Whatever comes, the supervisor does nothing more to this row; and what it did is noticed here at the latest.
             let _ = io::stdin().read_line(&mut String::new());
-            self.barrier(sum)?;
+            self.barrier(sum, iteration)?;
         }
         Ok(())
     }
 
-    /// Wait for all ranks. No figure of a row counts this, but that something was repaired here.
-    fn barrier(&self, sum: Option<&mut Measured>) -> Result<(), sumac::Error> {
+    /// Wait for all ranks, before or after an iteration. No figure of a row counts this, but that something was repaired
+    /// here.
+    fn barrier(&self, sum: Option<&mut Measured>, iteration: u32) -> Result<(), sumac::Error> {
         let start = Instant::now();
         let outcome = self.communicator.barrier()?;
         if let Some(sum) = sum
             && outcome.repaired
         {
-            let (iteration, time_ns) = (sum.iteration(), nanos(start.elapsed()));
+            let time_ns = nanos(start.elapsed());
             sum.repair = Some(Repair { iteration, in_barrier: true, time_ns });
         }
         Ok(())

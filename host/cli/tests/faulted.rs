@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Process, children, exit_status, stderr, stdout};
+use common::{Process, children, exit_status, stderr, stdout, sumac};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -11,8 +11,13 @@ use std::process::{Command, Output, Stdio};
 
 /// What `perf` with a fault printed, once all of it has ended.
 fn faulted(args: &str) -> Output {
+    faulted_with(args, &[])
+}
+
+/// The same, with arguments that hold blanks.
+fn faulted_with(args: &str, more: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sumac"));
-    command.args(["perf", "--json"]).args(args.split_whitespace());
+    command.args(["perf", "--json"]).args(args.split_whitespace()).args(more);
     let mut process =
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("started");
     // Every child that it has at any line it prints.
@@ -52,20 +57,29 @@ fn lines_with(output: &Output, what: &str) -> Vec<String> {
 
 /// Every row is hurt and repaired.
 fn repaired(args: &str, done: &str) -> Vec<Value> {
+    repaired_as_told(args, done).0
+}
+
+/// The same, with what was told of each.
+fn repaired_as_told(args: &str, done: &str) -> (Vec<Value>, Vec<String>) {
     let output = faulted(args);
     let rows = rows(&output);
     assert!(rows.iter().all(|row| row["repaired"] == true), "{rows:?}");
     let told = lines_with(&output, done);
     assert_eq!(told.len(), rows.len(), "{}", stderr(&output));
     assert!(told.iter().all(|line| line.contains("noticed and repaired in ")), "{told:?}");
-    rows
+    (rows, told)
 }
 
 #[test]
 fn a_killed_device_is_got_over_in_every_row() {
-    let rows =
-        repaired("-b 8 -e 4M -f 524288 -n 6 -w 2 --algo tree,ring --fault kill-device", "device leaf0 killed in");
+    let args = "-b 8 -e 4M -f 524288 -n 6 -w 2 --algo tree,ring --fault kill-device";
+    let (rows, told) = repaired_as_told(args, "device leaf0 killed in");
     assert_eq!(rows.len(), 4);
+    // By ring only barriers are in the tree, and the next one comes behind the iteration that was hit.
+    let in_barriers: Vec<_> = told.iter().filter(|line| line.contains("by the barrier")).collect();
+    assert!(!in_barriers.is_empty(), "{told:?}");
+    assert!(in_barriers.iter().all(|line| line.ends_with("next to iteration 4")), "{in_barriers:?}");
     // Nobody else takes over: the other leaf was of the same tree.
     assert!(rows.iter().all(|row| row["path"] != "tree"), "{rows:?}");
 }
@@ -94,6 +108,41 @@ fn a_cut_link_is_got_over() {
         "link between rank 0 and device leaf0 cut in",
     );
     assert_eq!(rows.len(), 2);
+}
+
+/// Returns how many packets were lost on purpose.
+fn lost_in_chaos(output: &Output) -> u64 {
+    let lost = |line: &String| line.split_once(" lost")?.0.rsplit(' ').next()?.parse::<u64>().ok();
+    lines_with(output, "chaos before device ").iter().filter_map(lost).sum()
+}
+
+#[test]
+fn with_chaos_before_each_device_all_is_right() {
+    let chaos = "--chaos=--loss 3% --duplicate 1% --reorder 2% --corrupt 1%";
+    let output = faulted_with("-b 8 -e 1M -f 131072 -n 6 -w 1 --algo tree --attach udp", &[chaos]);
+    let rows = rows(&output);
+    assert!(rows.len() == 2 && rows.iter().all(|row| row["path"] == "tree" && row["repaired"] == false), "{rows:?}");
+    assert!(lost_in_chaos(&output) > 0, "{}", stderr(&output));
+}
+
+/// It takes its predecessor's port.
+#[test]
+fn a_device_is_started_again_behind_chaos() {
+    let args = "-b 4M -e 4M -n 4 -w 1 --algo tree,ring --attach shm --fault restart-device";
+    let output = faulted_with(args, &["--chaos=--loss 2% --delay 50us..100us"]);
+    let rows = rows(&output);
+    assert!(rows.len() == 2 && rows.iter().all(|row| row["repaired"] == true), "{rows:?}");
+    assert!(lost_in_chaos(&output) > 0, "{}", stderr(&output));
+}
+
+#[test]
+fn chaos_that_can_not_be_is_refused_before_anything_is_started() {
+    for (chaos, named) in [("--los 1%", "unexpected argument '--los'"), ("--loss 60% --reorder 60%", "120.0% together")]
+    {
+        let output = sumac(&["perf", "--chaos", chaos]);
+        assert_eq!((exit_status(&output), stdout(&output)), (2, String::new()), "{}", stderr(&output));
+        assert!(stderr(&output).contains(named), "{}", stderr(&output));
+    }
 }
 
 #[test]

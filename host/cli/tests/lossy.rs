@@ -1,15 +1,15 @@
-//! All-reduces of real processes over real UDP sockets, with a lossy relay before each device.
+//! All-reduces of real processes over real UDP sockets, with `sumac chaos` before each device.
 //!
 //! A controller, two devices and four ranks, each a process of its own, in a tree of two levels; every packet
-//! between a rank and its leaf and between the leaf and the root goes through a relay that loses, doubles, holds
+//! between a rank and its leaf and between the leaf and the root goes through a proxy that loses, doubles, holds
 //! back and damages some. The ranks check every element. Nothing is timed: a test that goes wrong ends at the ranks'
 //! deadline.
 
 mod common;
-mod relay;
+mod proxy;
 
 use common::{Server, children, serve, serve_with};
-use relay::{Counts, Faults, Relay};
+use proxy::{Counts, Lane, Proxy};
 use serde_json::{Value, json};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::{Mutex, PoisonError};
@@ -35,14 +35,15 @@ link = [
 "#;
 
 /// The devices, and how many children each has in the tree: two ranks, and at the root the other leaf.
-const DEVICES: [(&str, usize); 2] = [("leaf0", 3), ("leaf1", 2)];
+const DEVICES: [(&str, u64); 2] = [("leaf0", 3), ("leaf1", 2)];
 
 /// One cluster at a time: so the ports of a device are free, and every child of this process is the cluster's.
 static ALONE: Mutex<()> = Mutex::new(());
 
 /// What to run.
 struct Scenario {
-    faults: Faults,
+    /// Options of the proxies.
+    faults: &'static str,
     shards: u16,
     order: &'static str,
     iterations: u32,
@@ -53,8 +54,8 @@ struct Scenario {
 struct Outcome {
     /// Every rank's rows.
     measured: Vec<Vec<Value>>,
-    /// Every device's relays, one a shard.
-    relays: [Vec<Counts>; 2],
+    /// Of every device's proxy, a link a shard.
+    links: [Vec<Counts>; 2],
 }
 
 impl Scenario {
@@ -64,31 +65,29 @@ impl Scenario {
         let mut controller = serve_with(&["controller", "--listen", "127.0.0.1:0", "--topology", "-"], FABRIC);
         let line = controller.line();
         let addr = line.strip_prefix("listening ").expect("an address");
-        let (devices, relays): (Vec<_>, Vec<_>) = (0..DEVICES.len()).map(|nth| self.device(nth, addr)).unzip();
+        let (devices, proxies): (Vec<_>, Vec<_>) = (0..DEVICES.len()).map(|nth| self.device(nth, addr)).unzip();
         let ranks: Vec<Server> = (0..RANKS).map(|rank| serve_with(&["rank"], &self.job(addr, rank))).collect();
         let measured = ranks.into_iter().map(|rank| self.rows(&rank.expect_success())).collect();
         for mut server in devices.into_iter().chain([controller]) {
             server.interrupt_and_expect_success();
         }
+        let mut counts = proxies.into_iter().map(Proxy::finish);
+        let links = std::array::from_fn(|_| counts.next().expect("one for each device"));
         let left: Vec<_> = children(std::process::id()).into_iter().map(|child| child.command).collect();
         assert!(left.is_empty(), "left: {left:?}");
-        let mut counts = relays.into_iter().map(|relays| relays.into_iter().map(Relay::finish).collect());
-        Outcome { measured, relays: std::array::from_fn(|_| counts.next().expect("one for each device")) }
+        Outcome { measured, links }
     }
 
-    /// Start the `nth` device and its relays, and wait until the controller knows it.
-    fn device(&self, nth: usize, controller: &str) -> (Server, Vec<Relay>) {
+    /// Start the `nth` device and its proxy, and wait until the controller knows it.
+    fn device(&self, nth: usize, controller: &str) -> (Server, Proxy) {
         let (name, _) = DEVICES[nth];
         // A loopback address of this process's own, where ports below those that the system gives out are free.
         let [_, a, b, c] = std::process::id().to_be_bytes();
         let bind = Ipv4Addr::new(127, 64 | a, b, c);
         let first = 7900 + 10 * nth as u16;
-        let relay = |shard: u16| {
-            let seed = u64::from(first + shard);
-            Relay::start(SocketAddr::from((bind, first + shard)), self.faults, seed).expect("a relay")
-        };
-        let relays: Vec<Relay> = (0..self.shards).map(relay).collect();
-        let advertise: Vec<String> = relays.iter().map(|relay| relay.addr().to_string()).collect();
+        let targets: Vec<_> = (0..self.shards).map(|shard| SocketAddr::from((bind, first + shard))).collect();
+        let proxy = Proxy::start(&targets, &format!("{} --seed {nth}", self.faults));
+        let advertise: Vec<String> = proxy.addrs().iter().map(ToString::to_string).collect();
         let mut device = serve(&[
             "device",
             &format!("--name={name}"),
@@ -99,7 +98,7 @@ impl Scenario {
             &format!("--advertise={}", advertise.join(",")),
         ]);
         assert_eq!(device.line(), format!("ready {name}"));
-        (device, relays)
+        (device, proxy)
     }
 
     fn job(&self, controller: &str, rank: u32) -> String {
@@ -132,12 +131,25 @@ impl Scenario {
 }
 
 impl Outcome {
-    /// Every child of every device came through its relay, with an address of its own.
+    /// Every child of every device came through its proxy, with an address of its own, and no packet got lost there that
+    /// was not meant to.
     fn expect_every_link_relayed(&self) {
-        for (relays, (device, children)) in self.relays.iter().zip(DEVICES) {
-            for counts in relays {
-                assert!(counts.clients == children && counts.up > 0 && counts.down > 0, "{device}: {counts:?}");
+        for (links, (device, children)) in self.links.iter().zip(DEVICES) {
+            for counts in links {
+                let Counts { clients, replaced, up, down, .. } = *counts;
+                let is_used = clients == children && replaced == 0 && up.received > 0 && down.received > 0;
+                assert!(is_used, "{device}: {counts:?}");
+                let extra = [up, down].map(|lane| lane.overflowed + lane.refused + lane.stray + lane.unsent);
+                assert_eq!(extra, [0, 0], "{device}: {counts:?}");
             }
+        }
+    }
+
+    /// Each of these was done to packets both ways on every link.
+    fn expect_done(&self, done: impl Fn(Lane) -> Vec<u64>) {
+        for counts in self.links.iter().flatten() {
+            let all = [done(counts.up), done(counts.down)].concat();
+            assert!(all.iter().all(|&count| count > 0), "{counts:?}");
         }
     }
 
@@ -151,7 +163,7 @@ fn all_reduce(dtype: &str, op: &str, count: u64) -> Value {
 }
 
 #[test]
-fn a_relay_without_faults_changes_nothing() {
+fn a_proxy_without_faults_changes_nothing() {
     let cases = vec![
         all_reduce("F32", "Sum", 0),
         all_reduce("F32", "Sum", 2),
@@ -160,11 +172,12 @@ fn a_relay_without_faults_changes_nothing() {
         all_reduce("F32", "Sum", 1 << 18),
         json!({ "collective": "Barrier", "dtype": "F32", "op": "Sum", "root": 0, "count": 0, "algo": "Tree" }),
     ];
-    let scenario = Scenario { faults: Faults::default(), shards: 2, order: "Arrival", iterations: 5, cases };
+    let scenario = Scenario { faults: "", shards: 2, order: "Arrival", iterations: 5, cases };
     let outcome = scenario.run();
     outcome.expect_every_link_relayed();
-    for counts in outcome.relays.iter().flatten() {
-        assert_eq!((counts.dropped_up, counts.dropped_down, counts.corrupted), (0, 0, 0), "{counts:?}");
+    for counts in outcome.links.iter().flatten() {
+        let passed = [counts.up, counts.down].map(|lane| lane.received - lane.sent);
+        assert_eq!(passed, [0, 0], "{counts:?}");
     }
 }
 
@@ -176,11 +189,10 @@ fn one_packet_in_twenty_lost_is_made_up_for() {
         all_reduce("F64", "Min", 8192),
         all_reduce("I64", "Sum", 1 << 17),
     ];
-    let faults = Faults { drop: 50, ..Faults::default() };
-    let scenario = Scenario { faults, shards: 1, order: "TreePairwise", iterations: 25, cases };
+    let scenario = Scenario { faults: "--loss 5%", shards: 1, order: "TreePairwise", iterations: 25, cases };
     let outcome = scenario.run();
     outcome.expect_every_link_relayed();
-    outcome.relays.iter().flatten().for_each(|c| assert!(c.dropped_up > 0 && c.dropped_down > 0, "{c:?}"));
+    outcome.expect_done(|lane| vec![lane.lost]);
     assert!(outcome.retransmits() > 0, "{:?}", outcome.measured);
 }
 
@@ -192,13 +204,21 @@ fn every_fault_at_once_is_survived() {
         all_reduce("I64", "Max", 4096),
         all_reduce("I32", "Sum", 1 << 15),
     ];
-    let faults = Faults { drop: 200, duplicate: 50, delay: 100, corrupt: 50 };
+    let faults = "--loss 20% --duplicate 5% --reorder 10% --corrupt 5% --late 2ms";
     let scenario = Scenario { faults, shards: 1, order: "TreeFold", iterations: 6, cases };
     let outcome = scenario.run();
     outcome.expect_every_link_relayed();
-    for c in outcome.relays.iter().flatten() {
-        let done = [c.dropped_up, c.dropped_down, c.duplicated, c.delayed, c.corrupted];
-        assert!(done.iter().all(|&count| count > 0), "{c:?}");
-    }
+    outcome.expect_done(|lane| vec![lane.lost, lane.duplicated, lane.reordered, lane.corrupted]);
+    assert!(outcome.retransmits() > 0, "{:?}", outcome.measured);
+}
+
+#[test]
+fn a_way_that_loses_doubles_reorders_and_damages_some_and_takes_its_time_gives_right_values() {
+    let cases = vec![all_reduce("F32", "Sum", 1), all_reduce("Bf16", "Sum", 5000), all_reduce("I64", "Sum", 1 << 16)];
+    let faults = "--loss 5% --duplicate 2% --reorder 5% --corrupt 1% --delay 100us..300us";
+    let scenario = Scenario { faults, shards: 1, order: "TreePairwise", iterations: 5, cases };
+    let outcome = scenario.run();
+    outcome.expect_every_link_relayed();
+    outcome.expect_done(|lane| vec![lane.lost, lane.duplicated, lane.reordered, lane.corrupted]);
     assert!(outcome.retransmits() > 0, "{:?}", outcome.measured);
 }

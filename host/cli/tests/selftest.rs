@@ -1,12 +1,12 @@
-//! `sumac selftest` on real processes: good links, a lossy one behind a relay, and one that leads nowhere.
+//! `sumac selftest` on real processes: good links, a lossy one behind a proxy, and one that leads nowhere.
 //!
 //! Nothing is timed; a link that should answer and does not ends the test at the operation's deadline.
 
 mod common;
-mod relay;
+mod proxy;
 
 use common::{Server, exit_status, serve, stderr, stdout, sumac};
-use relay::{Faults, Relay};
+use proxy::Proxy;
 use serde_json::Value;
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 
@@ -63,10 +63,9 @@ fn own_addr(port: u16) -> SocketAddr {
 fn a_lossy_link_is_named_and_others_are_not() {
     let mut cluster = Cluster::start();
     // All that goes to b loses packets, and so do the answers.
-    let faults = Faults { drop: 100, ..Faults::default() };
     let at = own_addr(7900);
-    let relay = Relay::start(at, faults, 7).expect("a relay");
-    let (bind, advertise) = (format!("--bind={}", at.ip()), format!("--advertise={}", relay.addr()));
+    let proxy = Proxy::start(&[at], "--loss 10% --seed 7");
+    let (bind, advertise) = (format!("--bind={}", at.ip()), format!("--advertise={}", proxy.addrs()[0]));
     cluster.device("a", &[]);
     cluster.device("b", &[&bind, "--data-port=7900", &advertise]);
     cluster.device("c", &[]);
@@ -84,8 +83,8 @@ fn a_lossy_link_is_named_and_others_are_not() {
             assert!(problem.contains("loses") && problem.contains("look at"), "{row}");
         }
     }
-    let counts = relay.finish();
-    assert!(counts.dropped_up > 0 && counts.dropped_down > 0, "{counts:?}");
+    let counts = proxy.finish();
+    assert!(counts[0].up.lost > 0 && counts[0].down.lost > 0, "{counts:?}");
 }
 
 #[test]

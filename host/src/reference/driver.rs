@@ -1,30 +1,35 @@
 //! An endpoint by reference on its device: rings, registered memory and the bounce buffer.
 //!
 //! The device wakes this side when it has put completions into a ring. A dead one wakes nobody, so a sleep is cut into
-//! slices, and between them the connection is looked at.
+//! slices, and between them the connection and the heartbeat are looked at.
 
 use super::Transfer;
 use super::attach::{Attached, Redo, Seating};
 use super::endpoint::{BounceConfig, Places, ReferenceConfig, ReferenceEndpoint};
 use super::error::{AttachError, Breach, RegisterError};
 use super::memory::{Buffer, Registry};
+use super::pulse::{Pulse, Sign};
 use super::queue::{Admin, Answered, Ends, Purpose, Waker};
 use super::retire::{Fence, Life};
 use crate::endpoint::{Buffers, EndpointError, EndpointStats, Event, OpId, PostError};
 use std::time::{Duration, Instant};
 use sumac_hal::dma::{Address, RegionKey};
 use sumac_hal::mmio::{
-    AdminCommand, COMPLETION_WORDS, DeviceStatus, EntryStatus, HostControl, SUBMISSION_WORDS, SubmissionEntry,
+    AdminCommand, COMPLETION_WORDS, DeviceStatus, EntryStatus, Features, HostControl, SUBMISSION_WORDS, SubmissionEntry,
 };
 use sumac_hal::op::{Dtype, OpDesc, Path};
 use sumac_hal::ring::Patience;
 use sumac_hal::shm::{Connection, Function, Message, Pages, Region, SocketError, Waiter};
+use sumac_hal::uplink::HopTimers;
 
-/// How long to sleep before the connection is looked at.
+/// How long to sleep before the connection and the heartbeat are looked at.
 const SLICE: Duration = Duration::from_millis(20);
 
 /// How long a device may take to register memory: it maps it, and may touch every page.
 const REGISTER_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long the device's runtime may stand still while it is waited for: as long as a hop may be silent in packets.
+const DEAD: Duration = HopTimers::DEFAULT.dead;
 
 /// So many chunks come soon enough to be looked for; for more, a wait sleeps at once.
 const FEW_CHUNKS: u64 = 3;
@@ -56,6 +61,10 @@ pub struct ReferenceDriver {
     looked: Instant,
     /// The connection has hung up.
     pub(super) gone: bool,
+    /// Watches a device that shows its heartbeat.
+    pulse: Option<Pulse>,
+    /// Its runtime stands still.
+    pub(super) still: bool,
     /// What keeps the device from writing, once something does.
     pub(super) fenced: Option<Fence>,
     pub(super) is_retired: bool,
@@ -111,11 +120,15 @@ impl ReferenceDriver {
             waiter: Waiter::new(Patience::for_this_machine(seating.ranks_here + 2).with_yields(YIELDS)),
             looked: Instant::now(),
             gone: false,
+            pulse: None,
+            still: false,
             fenced: None,
             is_retired: false,
             next_handle: 1,
             life,
         };
+        let beats = identity.features.contains(Features::HEARTBEAT);
+        driver.pulse = beats.then(|| Pulse::new(DEAD, driver.function.bar().heartbeat(), Instant::now()));
         let failed = |reason| AttachError::Bounce { len_bytes: len_bytes as u64, reason };
         hand_over(&driver.connection, 0, &driver.bounce).map_err(failed)?;
         driver.config.bounce.region = driver.register(0, len_bytes).map_err(failed)?;
@@ -339,7 +352,23 @@ impl ReferenceDriver {
         if self.function.bar().status().contains(DeviceStatus::FAILED) {
             self.endpoint.fail(EndpointError::GroupLost);
         }
+        self.feel();
         Ok(())
+    }
+
+    /// Look whether the device's runtime goes on, if anything is waited for.
+    fn feel(&mut self) {
+        let is_waited_for = self.endpoint.is_in_flight() || self.admin.is_open();
+        let Some(pulse) = self.pulse.as_mut().filter(|_| !self.still) else { return };
+        match pulse.look(self.function.bar().heartbeat(), is_waited_for, self.looked) {
+            Sign::Goes => {}
+            Sign::Ask => self.data.ask(),
+            Sign::Dead => {
+                tracing::warn!(device = self.device, limit = ?DEAD, "the device stands still");
+                self.still = true;
+                self.endpoint.fail(EndpointError::PathLost);
+            }
+        }
     }
 
     /// Register memory that was handed over.
@@ -377,7 +406,9 @@ impl ReferenceDriver {
                 }
                 self.note(&answered)?;
             }
-            if self.gone {
+            // What it was told it finds, should it go on.
+            if self.gone || self.still {
+                cookie.into_iter().for_each(|cookie| self.admin.abandon(cookie));
                 return Err(RegisterError::Gone);
             }
             let now = Instant::now();

@@ -134,8 +134,8 @@ pub enum RegisterError {
     /// The device did not answer.
     #[error("the device has not answered within {} ms", .0.as_millis())]
     Silent(Duration),
-    /// The device is gone.
-    #[error("the device is gone")]
+    /// The device is gone, or its runtime stands still.
+    #[error("the device is gone, or stands still")]
     Gone,
     /// The device makes no sense.
     #[error("the device has broken the protocol: {0}")]

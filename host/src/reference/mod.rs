@@ -19,6 +19,7 @@
 //! | `attach` | the handshake with the device |
 //! | `queue` | both ends of a queue of the function, and who wakes whom |
 //! | `memory` | registered memory: [`Buffer`], and where a slice lies in it |
+//! | `pulse` | whether the device's runtime goes on |
 //! | `driver` | all of it together, as [`TreeDriver`](crate::exec::TreeDriver) is for packets |
 //! | `retire` | the fence, and what is left when the device is gone |
 //!
@@ -38,6 +39,7 @@ mod driver;
 mod endpoint;
 mod error;
 mod memory;
+mod pulse;
 mod queue;
 mod retire;
 #[cfg(test)]

@@ -34,6 +34,11 @@ impl Ends {
         Ok(count)
     }
 
+    /// Wake the device, if it sleeps, for nothing else than that it shows that it can be.
+    pub(super) fn ask(&self) {
+        self.bell.ring(self.queue.device_bell());
+    }
+
     /// Tell whether there is anything to take in, or the ring is broken.
     pub(super) fn has_news(&mut self) -> bool {
         self.completions.available().map_or(true, |count| count > 0)

@@ -119,7 +119,7 @@ impl ReferenceDriver {
         let command = AdminCommand::Fence { group: self.config.group, epoch: self.config.epoch };
         match self.command(command, FENCE_LIMIT) {
             Ok((EntryStatus::Result, _)) => return Fence::Confirmed,
-            Err(RegisterError::Gone) if (self.life.has_ended)(self.connection.peer(), END_LIMIT) => {
+            Err(RegisterError::Gone) if self.gone && (self.life.has_ended)(self.connection.peer(), END_LIMIT) => {
                 return Fence::Ended;
             }
             other => {

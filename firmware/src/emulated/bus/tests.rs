@@ -65,7 +65,16 @@ fn who_says_nothing_or_something_else_is_hung_up_on() {
 /// A device without room for connections rests. In a process of its own, which runs out of descriptors.
 #[test]
 fn a_listener_without_room_rests() {
-    let test = "emulated::bus::tests::other_process_without_room";
+    expect_success("emulated::bus::tests::other_process_without_room");
+}
+
+/// A connection takes two descriptors.
+#[test]
+fn a_listener_with_room_for_half_a_connection_rests() {
+    expect_success("emulated::bus::tests::other_process_with_room_for_half");
+}
+
+fn expect_success(test: &str) {
     let mut program = Command::new(std::env::current_exe().expect("the test program"));
     let output = program.args(["--exact", "--ignored", "--nocapture", test]).output().expect("a process");
     let said = String::from_utf8_lossy(&output.stdout);
@@ -75,16 +84,30 @@ fn a_listener_without_room_rests() {
 #[test]
 #[ignore = "the other process of another test"]
 fn other_process_without_room() {
+    expect_to_wait_where_so_many_are_free("room", 0);
+}
+
+#[test]
+#[ignore = "the other process of another test"]
+fn other_process_with_room_for_half() {
+    expect_to_wait_where_so_many_are_free("half", 1);
+}
+
+/// See that a rank that comes while so many descriptors are free is heard once there are more.
+fn expect_to_wait_where_so_many_are_free(name: &str, free: u64) {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let (mut reception, name) = reception("room");
+    use std::os::fd::AsRawFd;
+    let (mut reception, name) = reception(name);
     let rank = Connection::open(&name, LONG).expect("it listens");
     rank.send(&hello(9), None).expect("it is open");
     let (stop, limit, begun) = (never(), getrlimit(Resource::Nofile), Instant::now());
-    // What is open stays open.
-    setrlimit(Resource::Nofile, Rlimit { current: Some(3), ..limit }).expect("less than before");
+    // The system gives out the lowest number that is free; all below are in use, and what is open stays open.
+    let lowest = never().as_raw_fd().unsigned_abs();
+    setrlimit(Resource::Nofile, Rlimit { current: Some(u64::from(lowest) + free), ..limit }).expect("less than before");
     let mut turns = 0;
     while begun.elapsed() < Duration::from_millis(500) {
         reception.turn(&stop, |_| panic!("there is no room"));
+        assert!(matches!(rank.receive(Duration::ZERO), Err(SocketError::Timeout(_))), "nobody has hung up");
         turns += 1;
     }
     assert!(turns <= 20, "{turns} turns in half a second");

@@ -272,7 +272,8 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Kill a child, as nothing in it can notice. From now on its end is in order, whatever its status.
+    /// Kill a child, as nothing in it can notice, and wait until the system has taken back what it had: who is started in
+    /// its place may want the same ports. Its end is in order, whatever its status.
     ///
     /// # Errors
     /// [`ClusterError::System`] if it can't be killed.
@@ -280,7 +281,8 @@ impl Supervisor {
         let child = &mut self.children[id.0];
         child.may_fail = true;
         let what = || format!("kill {}", child.name);
-        child.process.kill().map_err(|source| ClusterError::System { what: what(), source })
+        let killed = child.process.kill().and_then(|()| child.process.wait());
+        killed.map(|_| ()).map_err(|source| ClusterError::System { what: what(), source })
     }
 
     /// Say that a child may fail: its end is in order, whatever its status.

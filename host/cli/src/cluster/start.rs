@@ -28,8 +28,8 @@ pub(crate) struct ClusterConfig<'a> {
     pub(crate) parts: Parts,
     /// What the controller takes whatever it costs.
     pub(crate) preference: Preference<'a>,
-    /// Further options of the device of an index.
-    pub(crate) device_options: Option<(usize, Vec<String>)>,
+    /// Further options of the devices of these indices.
+    pub(crate) device_options: Vec<(usize, Vec<String>)>,
     /// Where the controller listens; `None`: on any port of loopback that is free.
     pub(crate) listen: Option<SocketAddr>,
     /// Devices of the layout that are there already, and where they receive packets: none are started for them.
@@ -44,7 +44,7 @@ impl<'a> ClusterConfig<'a> {
             shards: 1,
             parts: Parts::anywhere(),
             preference: Preference::Cost,
-            device_options: None,
+            device_options: Vec::new(),
             listen: None,
             given: Vec::new(),
         }

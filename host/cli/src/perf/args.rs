@@ -1,5 +1,6 @@
 //! The options of `sumac perf`, in the manner of nccl-tests.
 
+use crate::chaos::RuleArgs;
 use crate::cluster::GivenDevice;
 use crate::job::Case;
 use crate::options::{self, Algo, Attach, OrderName};
@@ -97,7 +98,7 @@ pub(crate) struct PerfArgs {
     ///
     /// It is to dial the controller that this run starts (--listen), under the name of the tree's node that it is:
     /// `leaf0`, or, where there are several, NAME. Ranks send it packets.
-    #[arg(long = "device", value_name = "[NAME=]IP:PORT", conflicts_with = "fault")]
+    #[arg(long = "device", value_name = "[NAME=]IP:PORT", conflicts_with_all = ["fault", "chaos"])]
     pub(super) devices: Vec<GivenDevice>,
     /// Where the run's controller listens if a device is to find it; loopback only, as long as nothing is authenticated
     #[arg(long, value_name = "ADDRESS", requires = "devices",
@@ -120,6 +121,12 @@ pub(crate) struct PerfArgs {
     /// how long it took to notice and to repair.
     #[arg(long, value_name = "KIND", conflicts_with_all = ["explain", "overrides"])]
     pub(super) fault: Option<Fault>,
+    /// Put `sumac chaos` with these options before each device, as in "--loss 5% --reorder 1%"
+    ///
+    /// What is in packets meets it: all with --attach udp, else what goes between devices. Lines on stderr say at the end
+    /// what was done to how many.
+    #[arg(long, value_name = "OPTIONS", conflicts_with = "explain", allow_hyphen_values = true)]
+    pub(super) chaos: Option<RuleArgs>,
     /// Print one JSON object a row instead of the table
     #[arg(long)]
     pub(super) json: bool,

@@ -7,6 +7,7 @@ mod args;
 mod explain;
 mod fault;
 mod output;
+mod relay;
 mod table;
 
 pub(crate) use args::PerfArgs;
@@ -21,6 +22,7 @@ use crate::stats;
 use anyhow::anyhow;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use output::Output;
+use relay::Link;
 use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
@@ -67,10 +69,13 @@ fn measure(
     let preference = args.overrides.as_deref().map_or(Preference::Cost, Preference::File);
     let given = cluster::places(&layout.devices, &args.devices).map_err(|why| Failure::Input(anyhow!(why)))?;
     let listen = (!given.is_empty()).then_some(args.listen);
-    let config = ClusterConfig { preference, listen, given, ..config(args, layout) };
+    let links = relay::start(args, layout)?;
+    let device_options = links.iter().map(|link| (link.device, link.device_options())).collect();
+    let config = ClusterConfig { preference, device_options, listen, given, ..config(args, layout) };
     let mut output = Output::new(args, layout, round_trip_ns, bar);
     if let Some(fault) = args.fault {
-        fault::measure(args, fault, cases, config, supervisor, &mut output)?;
+        fault::measure(args, (fault, &links), cases, config, supervisor, &mut output)?;
+        tell_links(args, layout, &links, &output);
         return output.finish();
     }
     let controller = cluster::start(&mut supervisor, &config)?.addr;
@@ -94,7 +99,15 @@ fn measure(
         }
     }
     supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?;
+    tell_links(args, layout, &links, &output);
     output.finish()
+}
+
+/// Say what `--chaos` did to packets.
+fn tell_links(args: &PerfArgs, layout: &Layout, links: &[Link], output: &Output<'_>) {
+    if args.chaos.is_some() {
+        links.iter().for_each(|link| link.tell(&layout.devices[link.device], output));
+    }
 }
 
 /// Describe the cluster that is asked for.

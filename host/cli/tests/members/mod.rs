@@ -2,7 +2,7 @@
 //! test and a task in its environment.
 
 // Each test binary uses its part of this.
-#![allow(dead_code)]
+#![allow(dead_code, unused_imports)]
 
 mod cluster;
 mod left;

@@ -49,6 +49,8 @@ pub(super) enum Behaviour {
     Repeats(usize),
     /// Answers commands, and no contribution.
     Holds,
+    /// Shows a heartbeat, which stands still once so many regions are registered, as all of it does.
+    Stands(usize),
     /// Answers nothing once contributions have come, and writes to their destinations for ever.
     Zombie,
     /// Is gone once all contributions to so many chunks are there: has published the even ones, and torn their
@@ -143,7 +145,11 @@ fn welcome(listener: &Listener, redo: &Region, behaviour: Behaviour) -> Option<S
         return None;
     }
     let all = Features::BY_REFERENCE | Features::FENCE | Features::REDO;
-    let features = if let Behaviour::Has(features) = behaviour { features } else { all };
+    let features = match behaviour {
+        Behaviour::Has(features) => features,
+        Behaviour::Stands(_) => all | Features::HEARTBEAT,
+        _ => all,
+    };
     let queues = if let Behaviour::Queues(queues) = behaviour { queues } else { 2 };
     let dma = Capabilities::new(Profile::Full, 8, 8);
     let dma = if let Behaviour::Aligns(bytes) = behaviour { dma.with_alignment(bytes) } else { dma };
@@ -171,6 +177,9 @@ impl Device {
     fn turn(&mut self) -> bool {
         for seat in 0..self.seats.len() {
             self.listen(seat);
+            if matches!(self.behaviour, Behaviour::Stands(regions) if regions == self.regions.len()) {
+                continue;
+            }
             while let Ok(Some(words)) = self.seats[seat].queues[0].from.pop() {
                 let Ok(SubmissionEntry::Admin { cookie, command }) = SubmissionEntry::parse(&words) else { panic!() };
                 self.listen(seat);

@@ -9,6 +9,7 @@ mod device;
 mod driver;
 mod endings;
 mod kept;
+mod pulse;
 
 use super::endpoint::{BounceConfig, ReferenceConfig, ReferenceEndpoint};
 use sumac_hal::dma::RegionKey;

@@ -10,10 +10,9 @@
 //!
 //! Invariant: the end of what is killed here is in order; that of anything else is not.
 
-mod relay;
-
 use super::args::PerfArgs;
 use super::output::Output;
+use super::relay::Link;
 use super::{JOIN_LIMIT, JobOf, Reports, case_limit, joined, measured, start_ranks};
 use crate::cluster::{
     self, ChildId, ClusterConfig, Limit, Preference, READY, START_LIMIT, Started, Supervisor, start_controller,
@@ -26,7 +25,6 @@ use crate::stats;
 use crate::worker::now_ns;
 use anyhow::{Context, anyhow};
 use clap::ValueEnum;
-use relay::Link;
 use std::hash::{BuildHasher, RandomState};
 use std::thread;
 use std::time::Duration;
@@ -60,8 +58,8 @@ struct Patient<'a> {
     started: Started,
     /// The index of the leaf device of rank 0.
     leaf: usize,
-    /// Between the leaf and its children, if it is to be cut.
-    link: Option<Link>,
+    /// Before devices that have a proxy: the leaf, if its link is to be cut.
+    links: &'a [Link],
     /// Something is dead that the next row needs.
     is_hurt: bool,
 }
@@ -79,19 +77,16 @@ struct Moment {
 /// Run all rows, each hurt once.
 pub(super) fn measure(
     args: &PerfArgs,
-    fault: Fault,
+    (fault, links): (Fault, &[Link]),
     cases: &[Case],
     config: ClusterConfig<'_>,
     mut supervisor: Supervisor,
     output: &mut Output<'_>,
 ) -> Result<(), Failure> {
     let leaf = config.layout.leaves.first().copied().unwrap_or(0);
-    let link = (fault == Fault::CutLink).then(|| Link::start(args.shards)).transpose();
-    let link = link.context("a relay for the link to be cut").map_err(Failure::Run)?;
-    let device_options = link.as_ref().map(|link| (leaf, link.device_options()));
-    let config = ClusterConfig { preference: Preference::Tree, device_options, ..config };
+    let config = ClusterConfig { preference: Preference::Tree, ..config };
     let started = cluster::start(&mut supervisor, &config)?;
-    let mut patient = Patient { args, fault, config, supervisor, started, leaf, link, is_hurt: false };
+    let mut patient = Patient { args, fault, config, supervisor, started, leaf, links, is_hurt: false };
     for (nth, case) in cases.iter().enumerate() {
         output.bar.set_message(format!("{} {} {} B", case.collective, case.algo, case.size_bytes()));
         patient.mend()?;
@@ -148,6 +143,7 @@ impl Patient<'_> {
 
     /// Run a row, and hurt the cluster meanwhile.
     fn row(&mut self, nth: usize, case: &Case, output: &mut Output<'_>) -> Result<(), Failure> {
+        self.links.iter().for_each(Link::renew);
         let announced = self.args.iterations / 2;
         // The tree, while there is one, is the controller's choice.
         let algo = if case.algo == Algo::Tree { Algo::Auto } else { case.algo };
@@ -205,7 +201,8 @@ impl Patient<'_> {
                 Ok(format!("{name} killed and started again"))
             }
             Fault::CutLink => {
-                let cut = self.link.as_ref().zip(ranks.first());
+                let link = self.links.iter().find(|link| link.device == self.leaf);
+                let cut = link.zip(ranks.first());
                 let cut = cut.map_or(Ok(()), |(link, &rank)| link.cut(supervisor.pid(rank)));
                 cut.context("the ports of rank 0").map_err(Failure::Run)?;
                 Ok(format!("link between rank 0 and {name} cut"))
