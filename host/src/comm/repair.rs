@@ -133,7 +133,8 @@ impl Core {
     ) -> Result<u64, Error> {
         let remains = tree.remains();
         let ledgers = self.exchange(&repair::ledger(remains), remains.ops(), deadline)?;
-        let plan = repair::plan(&ledgers).map_err(|why| match why {
+        let ledgers = (0..).map(Rank).zip(ledgers).collect();
+        let plan = repair::plan(&ledgers, self.config.world).map_err(|why| match why {
             Unrepairable::Mismatch { first, other } => Error::mismatch(first, other),
             why => {
                 tracing::error!(job = self.config.job, %why, "nothing can be repaired");

@@ -19,11 +19,14 @@
 //! PROTOCOL 8 has a coordinator that collects promises and hands out the plan. While all ranks are alive, an exchange
 //! among all says the same in fewer steps, and nobody has to be elected; a rank that dies ends the repair with its name.
 
+mod ballot;
 mod ledger;
 mod plan;
 mod remains;
 #[cfg(test)]
 mod tests;
+#[allow(dead_code, reason = "the driver follows")]
+mod view;
 
 pub(crate) use ledger::Ledger;
 pub(crate) use plan::{Piece, Source, Unrepairable, plan};
