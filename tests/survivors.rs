@@ -27,7 +27,7 @@ fn sum(comm: &Communicator, own: u32) -> Result<u32, Error> {
 
 fn named(error: &Error) -> Option<Rank> {
     match error {
-        Error::RankLost { rank } => Some(*rank),
+        Error::RanksFailed { ranks, .. } => ranks.first().copied().filter(|_| ranks.len() == 1),
         _ => None,
     }
 }

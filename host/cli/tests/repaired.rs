@@ -75,6 +75,22 @@ fn expect_all_well(members: Vec<Member>, is_by_tree: bool, context: &str) -> usi
     said
 }
 
+/// See that all that are left name the same rank and the same call: before it, every call of each went well, and none
+/// behind it did. A schedule keeps nothing for others, so that who had returned from that call by one may stand alone.
+fn expect_the_same(endings: &[Ending], victim: u64, context: &str) {
+    let told = |ending: &Ending| {
+        let rest = ending.text.strip_prefix(&format!("rank {victim} is lost: call ")).map(str::to_owned);
+        let (call, _) = rest.as_ref().and_then(|rest| rest.split_once(' ')).expect("a call is named");
+        call.parse::<u64>().expect("a number")
+    };
+    let call = told(&endings[0]);
+    for ending in endings {
+        assert_eq!(told(ending), call, "{context}: {endings:?}");
+        let stands_alone = ending.rounds == call + 1 && !ending.by_tree;
+        assert!(ending.rounds == call || stands_alone, "{context}: {endings:?}");
+    }
+}
+
 /// Run a job that needs its tree.
 fn run_well(cluster: &mut Cluster, ranks: u32, memory: Memory, context: &str) {
     let mut members = cluster.job(ranks, memory, 2, DEADLINE);
@@ -173,11 +189,11 @@ fn a_rank_that_is_killed_during_a_repair_is_named() {
         pause(&mut rng, REPAIRING);
         let (victim, killed) = (rng.below(3), now_ns());
         members.remove(victim as usize).kill();
-        for member in &mut members {
-            let ending = member.ending();
-            seen.note(&ending, killed, DEADLINE, &["RankLost"], &context);
-            assert!(ending.text.starts_with(&format!("rank {victim} is lost;")), "{context}: {ending:?}");
+        let endings: Vec<Ending> = members.iter_mut().map(Member::ending).collect();
+        for ending in &endings {
+            seen.note(ending, killed, DEADLINE, &["RanksFailed"], &context);
         }
+        expect_the_same(&endings, victim, &context);
         for member in &mut members {
             let Later { changed } = member.look_again();
             assert_eq!(changed, 0, "{context}: elements changed after the call had returned");

@@ -142,12 +142,14 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
         }
     }
 
-    /// Nobody says any more who is dead.
-    pub(crate) fn controller_lost(&mut self) {
+    /// Nobody says any more who is dead; tells whether that changes anything.
+    pub(crate) fn controller_lost(&mut self) -> bool {
         self.has_controller = false;
-        if self.is_open() && !self.is_entitled(&self.dead) {
+        let ends = self.is_open() && !self.is_entitled(&self.dead);
+        if ends {
             self.end(End::Partitioned);
         }
+        ends
     }
 
     /// Take in what another rank says.

@@ -280,8 +280,8 @@ fn ranks_agree_where_nobody_says_who_is_dead() {
 #[test]
 fn ranks_agree_where_they_suspect_the_living() {
     let two = Scope { has_controller: false, false_alarms: 2, ..BY_WORD };
-    let three = Scope { ranks: 3, false_alarms: 1, ..two };
-    expect_sound(&[two, three, Scope { tree_is_lost: false, deaths: 0, false_alarms: 3, ..three }]);
+    let three = Scope { ranks: 3, deaths: 0, ..two };
+    expect_sound(&[two, three, Scope { tree_is_lost: false, false_alarms: 3, ..three }]);
 }
 
 #[test]
@@ -294,7 +294,6 @@ fn rules_that_are_broken_are_found() {
         (Flaw::TheDead, Scope { ranks: 3, ..suspicious }),
         (Flaw::AnyMinority, suspicious),
     ] {
-        assert!(search(&scope).1.is_none(), "{scope:?} is sound");
         let (states, wrong) = search(&Scope { flaw: Some(flaw), ..scope });
         let (what, way) = wrong.unwrap_or_else(|| panic!("{flaw:?} is not found in {states} states"));
         println!("{flaw:?}, in state {states}, {} steps: {what}", way.len());
