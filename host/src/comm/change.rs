@@ -152,7 +152,7 @@ impl Core {
     pub(super) fn serve_change(&mut self) {
         let is_tree_lost = self.tree.is_some() && self.lost.repair_wanted() > self.job_view;
         let is_wanted = is_tree_lost || self.lost.unsettled_since(self.epoch).is_some();
-        if !is_wanted || self.has_ended() || self.parley.is_none() || self.usable().is_err() {
+        if !is_wanted || self.has_ended() || self.parley.is_none() || self.lost.is_cancelled() {
             return;
         }
         let (limit, cause) = (self.config.deadline, if is_tree_lost { Error::PathLost } else { self.loss() });

@@ -352,7 +352,8 @@ impl Interrupt for Along<'_> {
     fn check(&mut self) -> Result<(), ExecError> {
         let rank = Rank(self.core.config.rank);
         if self.core.lost.is_cancelled() {
-            return Err(ExecError::Interrupted { rank, reason: "cancelled".into() });
+            // What it is to the others.
+            return Err(ExecError::RankLost { rank });
         }
         // A rank that has no connection yet can't be missed by its end: what is said is all there is. What a dead rank had
         // sent may still complete the schedule for a while.
