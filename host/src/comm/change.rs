@@ -157,9 +157,14 @@ impl Core {
         }
         let (limit, cause) = (self.config.deadline, if is_tree_lost { Error::PathLost } else { self.loss() });
         if let Err(error) = self.change_view(None, &cause, (Instant::now() + limit, limit)) {
-            self.note_end(&error.with_fresh(Fresh::Elements(Vec::new())));
-            self.is_untold = true;
+            self.note_untold_end(error);
         }
+    }
+
+    /// Remember an error that ends the communicator, and that no call returns: the next one does, which has not begun.
+    pub(super) fn note_untold_end(&mut self, error: Error) {
+        self.note_end(&error.with_fresh(Fresh::Elements(Vec::new())));
+        self.is_untold = true;
     }
 
     /// Return what the loss of a rank that a schedule has met is to all ranks.

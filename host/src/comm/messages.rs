@@ -146,9 +146,9 @@ impl Core {
     /// A message that fails ends the communicator, unless nothing was sent. Where its rank is lost, this names it; what
     /// the communicator ends with is what all ranks agree on.
     fn message_result<R>(&mut self, result: Result<R, Error>, deadline: Deadline) -> Result<R, Error> {
-        result.inspect_err(|error| {
-            let end = self.after_loss(error.clone(), deadline);
-            self.note_end(&end);
+        result.inspect_err(|error| match self.after_loss(error.clone(), deadline) {
+            end if end == *error => self.note_end(error),
+            end => self.note_untold_end(end),
         })
     }
 }

@@ -86,7 +86,7 @@ impl Core {
                         Ok(completed_below) if op < completed_below => Ok(InTheTree::Done(transfer)),
                         Ok(_) => Ok(InTheTree::BeginsAgain),
                         Err(error) if op.0 < self.completed_below => {
-                            self.note_end(&error);
+                            self.note_untold_end(error);
                             Ok(InTheTree::Done(transfer))
                         }
                         Err(error) => Err(error.with_fresh(self.fresh(op))),
