@@ -28,7 +28,7 @@ use crate::repair::{
     self, Account, Ballot, Dead, Decision, End, Event, Landed, Ledger, Message, Outcome, Unrepairable, View,
 };
 use std::collections::BTreeMap;
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -52,6 +52,17 @@ pub(super) struct Left<'t, 'c, 'b> {
 /// How a change went.
 struct Settled {
     outcome: Outcome<Decision>,
+    /// The tree to go on with.
+    found: Option<Found>,
+}
+
+/// A change on its way.
+struct Talks {
+    view: View<Account, Decision>,
+    clock: Clock,
+    inbox: Arc<Inbox>,
+    /// Where connections are taken for the ballot that was promised last.
+    bound: Option<(Ballot, TcpListener, SocketAddr)>,
     /// The tree that was found with the last plan that was done here.
     found: Option<Found>,
 }
@@ -198,79 +209,106 @@ impl Core {
 
     /// Agree with all ranks that live, and do what was agreed.
     fn settle_view(&mut self, left: &mut Left<'_, '_, '_>, deadline: Deadline) -> Result<Settled, Error> {
-        let clock = Clock(Instant::now());
         let Some(inbox) = self.parley.as_ref().map(|parley| Arc::clone(parley.inbox())) else {
             return Err(self.loss());
         };
-        let own = (Rank(self.config.rank), self.config.world);
-        let mut view = View::new(own, Dead::new(), self.lost.has_controller(), clock.at(deadline.0));
-        self.hear_of_deaths(&mut view);
-        if !inbox.has_mail() {
-            view.begin();
+        let (clock, own) = (Clock(Instant::now()), (Rank(self.config.rank), self.config.world));
+        let view = View::new(own, Dead::new(), self.lost.has_controller(), clock.at(deadline.0));
+        let mut talks = Talks { view, clock, inbox, bound: None, found: None };
+        self.hear_of_deaths(&mut talks.view);
+        if !talks.inbox.has_mail() {
+            talks.view.begin();
         }
-        let (mut listener, mut found) = (None, None);
+        talks.view.handle_timeout(talks.clock.now());
         loop {
-            self.speak(&mut view);
-            match view.poll_event() {
-                Some(Event::Promise { ballot }) => {
-                    let (bound, address) = super::join::listen(self.config.bind).map_err(|error| {
-                        view.give_up();
-                        self.speak(&mut view);
-                        Error::Argument(error.to_string())
-                    })?;
-                    (listener, found) = (Some(bound), None);
-                    view.promise(ballot, account(left, address));
-                    continue;
-                }
-                Some(Event::Run { ballot, accounts }) => {
-                    let attempt = (ballot, &accounts, listener.take());
-                    match self.carry_out(left, attempt, (view.dead(), &inbox), deadline) {
-                        Ok((decision, tree)) => {
-                            let word = tree.as_ref().map_or(0, |found: &Found| found.group);
-                            found = tree;
-                            view.done(ballot, decision, word);
-                        }
-                        Err(error) => {
-                            tracing::info!(job = self.config.job, rank = own.0.0, %error, "an attempt to repair fails");
-                            view.failed(ballot, clock.now());
-                        }
+            self.speak(&mut talks.view);
+            if let Some(event) = talks.view.poll_event() {
+                match self.on_event(event, &mut talks, left, deadline) {
+                    Ok(None) => continue,
+                    Ok(Some(settled)) => return Ok(settled),
+                    Err(error) => {
+                        talks.view.give_up();
+                        self.speak(&mut talks.view);
+                        return Err(error);
                     }
-                    continue;
                 }
-                Some(Event::Committed(outcome)) => {
-                    self.speak(&mut view);
-                    let (commit, dead) = (outcome.clone(), view.dead().clone());
-                    let found = found.filter(|found| found.group == outcome.word);
-                    self.epoch += 1;
-                    if let Some(parley) = &self.parley {
-                        parley.settle(dead.clone(), Message::Commit { outcome: commit, dead });
-                    }
-                    return Ok(Settled { outcome, found });
-                }
-                Some(Event::Ended(end)) => {
-                    self.speak(&mut view);
-                    return Err(self.out(end, view.dead(), deadline.1));
-                }
-                None => {}
             }
             if self.lost.is_cancelled() {
-                view.give_up();
-                self.speak(&mut view);
+                talks.view.give_up();
+                self.speak(&mut talks.view);
                 return Err(Error::Cancelled);
             }
-            if self.hear_of_deaths(&mut view) {
+            if self.hear_of_deaths(&mut talks.view) {
                 continue;
             }
-            let wait = view.poll_timeout() - clock.now();
-            match inbox.next(wait) {
-                Some(Mail::Said(from, said)) => view.handle(from, *said, clock.now()),
-                Some(Mail::Gone(rank)) => view.rank_died(rank, authority(self.lost.has_controller())),
+            let wait = talks.view.poll_timeout() - talks.clock.now();
+            match talks.inbox.next(wait) {
+                Some(Mail::Said(from, said)) => talks.view.handle(from, *said, talks.clock.now()),
+                Some(Mail::Gone(rank)) => talks.view.rank_died(rank, authority(self.lost.has_controller())),
                 Some(Mail::Silent(rank)) if !self.lost.has_controller() => {
-                    view.rank_died(rank, authority(false));
+                    talks.view.rank_died(rank, authority(false));
                 }
-                _ => view.handle_timeout(clock.now()),
+                Some(Mail::Silent(_)) | None => {}
             }
+            talks.view.handle_timeout(talks.clock.now());
         }
+    }
+
+    /// Do what the view wants; returns how it has changed, if it has.
+    fn on_event(
+        &mut self,
+        event: Event<Account, Decision>,
+        talks: &mut Talks,
+        left: &mut Left<'_, '_, '_>,
+        deadline: Deadline,
+    ) -> Result<Option<Settled>, Error> {
+        match event {
+            Event::Promise { ballot } => {
+                let bound = match talks.bound.take_if(|(of, ..)| *of == ballot) {
+                    Some(bound) => bound,
+                    None => self.bind(ballot)?,
+                };
+                let address = talks.bound.insert(bound).2;
+                talks.view.promise(ballot, account(left, address));
+                Ok(None)
+            }
+            Event::Run { ballot, accounts } => {
+                talks.found = None;
+                let listener = talks.bound.take().map(|(_, listener, _)| listener);
+                let attempt = (ballot, &accounts, listener);
+                match self.carry_out(left, attempt, (talks.view.dead(), &talks.inbox), deadline) {
+                    Ok((decision, found)) => {
+                        let word = found.as_ref().map_or(0, |found: &Found| found.group);
+                        talks.found = found;
+                        talks.view.done(ballot, decision, word);
+                    }
+                    Err(error) => {
+                        let (job, rank) = (&self.config.job, self.config.rank);
+                        tracing::info!(job, rank, %error, "an attempt to repair fails");
+                        talks.view.failed(ballot, talks.clock.now());
+                    }
+                }
+                Ok(None)
+            }
+            Event::Committed(outcome) => {
+                self.speak(&mut talks.view);
+                let (commit, dead) = (outcome.clone(), talks.view.dead().clone());
+                self.epoch += 1;
+                if let Some(parley) = &self.parley {
+                    parley.settle(dead.clone(), Message::Commit { outcome: commit, dead });
+                }
+                let found = talks.found.take().filter(|found| found.group == outcome.word);
+                Ok(Some(Settled { outcome, found }))
+            }
+            Event::Ended(end) => Err(self.out(end, talks.view.dead(), deadline.1)),
+        }
+    }
+
+    /// Listen for the connections of an attempt.
+    fn bind(&self, ballot: Ballot) -> Result<(Ballot, TcpListener, SocketAddr), Error> {
+        let bound = super::join::listen(self.config.bind);
+        let (listener, address) = bound.map_err(|error| Error::Argument(error.to_string()))?;
+        Ok((ballot, listener, address))
     }
 
     /// Tell the view who is dead by the controller's word; true if that is news.
@@ -321,7 +359,8 @@ impl Core {
             broken.map_or(Ok(()), |(&rank, _)| Err(unsound(rank)))?;
         }
         let (plan, decision) = repair::decide(accounts, self.config.world);
-        if let Some(listener) = listener.filter(|_| !plan.pieces.is_empty()) {
+        if !plan.pieces.is_empty() {
+            let listener = listener.ok_or_else(|| Error::Argument("an attempt without a listener".into()))?;
             let lost = Arc::clone(&self.lost);
             let mut urgent = Urgent::new(&lost, inbox, dead, Rank(self.config.rank));
             let mut lines = self.lines_of(ballot, accounts, listener)?;
@@ -362,7 +401,7 @@ fn ended(outcome: &Outcome<Decision>, cause: &Error) -> Option<Error> {
     (!ranks.is_empty()).then(|| Error::RanksFailed { ranks, operation, fresh: Fresh::default() })
 }
 
-fn account(left: &Left<'_, '_, '_>, address: std::net::SocketAddr) -> Account {
+fn account(left: &Left<'_, '_, '_>, address: SocketAddr) -> Account {
     let remains = left.tree.map(Tree::remains);
     let ledger = remains.map_or_else(|| Ledger::new(0), |remains| repair::ledger(&left.landed.over(remains)));
     let in_flight = remains.into_iter().flat_map(|remains| remains.ops().in_flight());

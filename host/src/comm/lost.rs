@@ -252,4 +252,24 @@ mod tests {
         let woken = [&mut first, &mut second].map(|port| port.wait(Some(Duration::ZERO)));
         assert_eq!((woken, lost.is_cancelled()), ([Wake::Timeout; 2], true));
     }
+
+    #[test]
+    fn a_view_is_unsettled_until_it_has_changed_and_for_good_if_ranks_are_dead() {
+        let mut port = port();
+        let lost = Lost::new(port.waker());
+        assert_eq!(lost.unsettled_since(0), None);
+        lost.call(0);
+        assert_eq!(port.wait(Some(Duration::ZERO)), Wake::Woken);
+        assert!(lost.unsettled_since(0).is_some() && lost.unsettled_since(1).is_none());
+        // Said again, it is no news.
+        lost.call(0);
+        assert_eq!(port.wait(Some(Duration::ZERO)), Wake::Timeout);
+        lost.set(Rank(2));
+        lost.set(Rank(0));
+        assert!(lost.unsettled_since(9).is_some());
+        assert_eq!((lost.rank(), lost.ranks()), (Some(Rank(2)), vec![Rank(2), Rank(0)]));
+        assert!(lost.has_controller());
+        lost.controller_gone();
+        assert!(!lost.has_controller());
+    }
 }

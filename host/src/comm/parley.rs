@@ -213,3 +213,84 @@ pub(super) const fn authority(has_controller: bool) -> Authority {
     // Who hears of the controller is not cut off: what the host of the other says of it is true.
     if has_controller { Authority::Word } else { Authority::Suspicion }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::repair::{Ballot, Outcome};
+
+    fn inbox() -> Inbox {
+        let desk = Desk { epoch: 3, mail: VecDeque::new(), settled: None, is_over: false, ranks: 3 };
+        Inbox { desk: Mutex::new(desk), changed: Condvar::new(), sender: OnceLock::new(), next: Rank(1) }
+    }
+
+    fn note(from: u32, epoch: u64, said: &Said) -> Heard {
+        Heard::Note(Rank(from), postcard::to_allocvec(&(epoch, said)).expect("in memory"))
+    }
+
+    fn call() -> Said {
+        Message::Call { dead: Dead::new() }
+    }
+
+    fn answered(inbox: &Inbox, heard: Heard) -> Option<(u64, Said)> {
+        inbox.take_in(heard).1.map(|note| postcard::from_bytes(&note).expect("as it was"))
+    }
+
+    #[test]
+    fn what_is_of_a_later_view_waits_for_it() {
+        let inbox = inbox();
+        assert_eq!(inbox.take_in(note(1, 4, &call())), (Some(4), None));
+        assert!(!inbox.has_mail());
+        assert_eq!(inbox.next(Duration::ZERO), None);
+        assert_eq!(inbox.take_in(note(2, 3, &Message::Farewell)), (Some(3), None));
+        assert_eq!(inbox.next(Duration::ZERO), Some(Mail::Said(Rank(2), Box::new(Message::Farewell))));
+        inbox.lock().epoch = 4;
+        assert_eq!(inbox.next(Duration::ZERO), Some(Mail::Said(Rank(1), Box::new(call()))));
+    }
+
+    #[test]
+    fn who_is_behind_is_answered_without_asking() {
+        let inbox = inbox();
+        let decision = Decision { cut: 7, operation: 1, failure: None };
+        let dead = Dead::from([(Rank(2), Authority::Suspicion)]);
+        let outcome = Outcome { dead: vec![Rank(2)], decision, word: 0 };
+        let commit = Message::Commit { outcome, dead: dead.clone() };
+        inbox.lock().settled = Some((dead, commit.clone()));
+        assert_eq!(answered(&inbox, note(1, 2, &call())), Some((2, commit)));
+        assert_eq!(answered(&inbox, note(2, 2, &call())), Some((2, Message::Excluded)));
+        assert_eq!(answered(&inbox, note(1, 1, &call())), None);
+        let ballot = Ballot { attempt: 1, coordinator: Rank(1) };
+        // What asks for nothing is only late.
+        assert_eq!(inbox.take_in(note(1, 2, &Message::Done { ballot, word: 0 })), (None, None));
+        inbox.lock().is_over = true;
+        assert_eq!(answered(&inbox, note(1, 3, &call())), Some((3, Message::Farewell)));
+        assert!(!inbox.has_mail());
+    }
+
+    #[test]
+    fn nonsense_is_no_mail() {
+        let inbox = inbox();
+        assert_eq!(inbox.take_in(Heard::Note(Rank(1), vec![3, 77])), (None, None));
+        assert!(!inbox.has_mail());
+    }
+
+    /// A plan goes on under what belongs to it, and under what is known.
+    #[test]
+    fn what_ends_a_plan_is_pressing() {
+        let known = Dead::from([(Rank(2), Authority::Word)]);
+        let ballot = Ballot { attempt: 2, coordinator: Rank(0) };
+        let is_pressing = |heard, has_controller| {
+            let inbox = inbox();
+            inbox.take_in(heard);
+            inbox.is_pressing(&known, has_controller)
+        };
+        let newly = Dead::from([(Rank(1), Authority::Word)]);
+        assert!(is_pressing(note(1, 3, &Message::Call { dead: newly }), true));
+        assert!(is_pressing(note(0, 3, &Message::Prepare { ballot, dead: Dead::new() }), true));
+        assert!(is_pressing(Heard::Gone(Rank(1)), true) && is_pressing(Heard::Silent(Rank(1)), false));
+        assert!(!is_pressing(Heard::Gone(Rank(2)), true) && !is_pressing(Heard::Silent(Rank(1)), true));
+        assert!(!is_pressing(note(1, 3, &Message::Done { ballot, word: 0 }), true));
+        assert!(!is_pressing(note(1, 3, &Message::Call { dead: known.clone() }), true));
+        assert!(!is_pressing(note(0, 4, &Message::Prepare { ballot, dead: Dead::new() }), true));
+    }
+}
