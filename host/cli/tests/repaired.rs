@@ -75,6 +75,22 @@ fn expect_all_well(members: Vec<Member>, is_by_tree: bool, context: &str) -> usi
     said
 }
 
+/// See that all that are left name the same rank and the same call: before it, every call of each went well, and none
+/// behind it did. A schedule keeps nothing for others, so that who had returned from that call by one may stand alone.
+fn expect_the_same(endings: &[Ending], victim: u64, context: &str) {
+    let told = |ending: &Ending| {
+        let rest = ending.text.strip_prefix(&format!("rank {victim} is lost: call ")).map(str::to_owned);
+        let (call, _) = rest.as_ref().and_then(|rest| rest.split_once(' ')).expect("a call is named");
+        call.parse::<u64>().expect("a number")
+    };
+    let call = told(&endings[0]);
+    for ending in endings {
+        assert_eq!(told(ending), call, "{context}: {endings:?}");
+        let stands_alone = ending.rounds == call + 1 && !ending.by_tree;
+        assert!(ending.rounds == call || stands_alone, "{context}: {endings:?}");
+    }
+}
+
 /// Run a job that needs its tree.
 fn run_well(cluster: &mut Cluster, ranks: u32, memory: Memory, context: &str) {
     let mut members = cluster.job(ranks, memory, 2, DEADLINE);
@@ -173,11 +189,11 @@ fn a_rank_that_is_killed_during_a_repair_is_named() {
         pause(&mut rng, REPAIRING);
         let (victim, killed) = (rng.below(3), now_ns());
         members.remove(victim as usize).kill();
-        for member in &mut members {
-            let ending = member.ending();
-            seen.note(&ending, killed, DEADLINE, &["RankLost"], &context);
-            assert!(ending.text.starts_with(&format!("rank {victim} is lost;")), "{context}: {ending:?}");
+        let endings: Vec<Ending> = members.iter_mut().map(Member::ending).collect();
+        for ending in &endings {
+            seen.note(ending, killed, DEADLINE, &["RanksFailed"], &context);
         }
+        expect_the_same(&endings, victim, &context);
         for member in &mut members {
             let Later { changed } = member.look_again();
             assert_eq!(changed, 0, "{context}: elements changed after the call had returned");
@@ -203,6 +219,68 @@ fn a_controller_that_is_killed_during_a_repair_is_not_needed() {
         expect_all_well(members, false, &context);
         cluster.end(Vec::new());
     }
+}
+
+/// Nobody says who is dead: most of the ranks go on by what they see, and what is left of two does not.
+#[test]
+fn without_a_controller_most_ranks_agree_on_who_was_killed() {
+    const KILLS: u64 = 6;
+    for nth in 0..KILLS {
+        let memory = memory_of(nth);
+        let ranks = if nth % 3 == 2 { 2 } else { 3 };
+        let context = format!("kills {nth}, seed {nth}, {memory:?}, {ranks} ranks");
+        let (mut rng, mut seen) = (Rng::new(nth), Seen::default());
+        let mut cluster = Cluster::start();
+        let device = cluster.device("device");
+        let mut members = job(&mut cluster, &mut rng, ranks, memory, FOR_EVER);
+        cluster.kill_controller();
+        pause(&mut rng, REPAIRING);
+        let (victim, killed) = (rng.below(u64::from(ranks)), now_ns());
+        members.remove(victim as usize).kill();
+        let endings: Vec<Ending> = members.iter_mut().map(Member::ending).collect();
+        let expected = if ranks == 2 { "Partitioned" } else { "RanksFailed" };
+        for ending in &endings {
+            seen.note(ending, killed, DEADLINE, &[expected], &context);
+        }
+        if ranks > 2 {
+            expect_the_same(&endings, victim, &context);
+        }
+        for member in &mut members {
+            assert_eq!(member.look_again().changed, 0, "{context}: elements changed after the call had returned");
+        }
+        members.into_iter().for_each(Member::end);
+        drop(device);
+        cluster.end(Vec::new());
+    }
+}
+
+/// No device dies: each call of the tree ends alike at all that are left.
+#[test]
+fn a_rank_that_is_killed_in_the_tree_is_agreed_on() {
+    const KILLS: u64 = 10;
+    let mut cluster = Cluster::start();
+    let device = cluster.device("device");
+    let mut seen = Seen::default();
+    for nth in 0..KILLS {
+        let memory = memory_of(nth);
+        let context = format!("kill {nth}, seed {nth}, {memory:?}");
+        let mut rng = Rng::new(nth);
+        let mut members = job(&mut cluster, &mut rng, 3, memory, FOR_EVER);
+        let (victim, killed) = (rng.below(3), now_ns());
+        members.remove(victim as usize).kill();
+        let endings: Vec<Ending> = members.iter_mut().map(Member::ending).collect();
+        for ending in &endings {
+            seen.note(ending, killed, DEADLINE, &["RanksFailed"], &context);
+            assert!(ending.by_tree, "{context}: {ending:?}");
+        }
+        expect_the_same(&endings, victim, &context);
+        for member in &mut members {
+            assert_eq!(member.look_again().changed, 0, "{context}: elements changed after the call had returned");
+        }
+        members.into_iter().for_each(Member::end);
+    }
+    println!("{KILLS} kills of a rank: {seen:?}");
+    cluster.end(vec![device]);
 }
 
 /// In packets every rank notices; by reference the ranks of the other leaf do, and take the stopped one's memory away.

@@ -7,6 +7,7 @@ use super::error::Error;
 use super::extent::Extent;
 use super::join::JoinConfig;
 use super::lost::Lost;
+use super::parley::Parley;
 use super::progress::{Deadline, InTheTree};
 use super::started::{InTree, Started};
 use super::tree::Tree;
@@ -15,8 +16,9 @@ use crate::choice::{Explanation, Situation, explain};
 use crate::coll::{Buffer, Place, Schedule, pairwise};
 use crate::controller::Session;
 use crate::endpoint::OpId;
-use crate::exec::{Buffers, ExecError, Mesh};
+use crate::exec::{Buffers, ExecError, JobToken, Mesh};
 use crate::reference::{Buffer as RegisteredBuffer, RegisterError, Transfer};
+use crate::repair::Landed;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
 use sumac_hal::ids::Rank;
@@ -55,9 +57,20 @@ pub(super) struct Core {
     pub(super) ranks_here: usize,
     /// The ways between ranks for what the program calls; none while they are at work.
     pub(super) calls: Option<Lines>,
-    /// The same for repairs, which may come while a call waits for a rank that repairs: a schedule that is under way
-    /// stays as it is meanwhile.
-    pub(super) repairs: Option<Lines>,
+    /// What ranks say to each other about their view; `None` where losses are not repaired.
+    pub(super) parley: Option<Parley>,
+    /// The job's name on connections.
+    pub(super) token: JobToken,
+    /// How often the view has changed.
+    pub(super) epoch: u64,
+    /// The call that runs, by its number.
+    pub(super) calling: Option<u64>,
+    /// The started call whose schedule runs.
+    pub(super) scheduling: Option<u64>,
+    /// What the last change of the view has landed.
+    pub(super) landed: Landed,
+    /// What was sent between ranks to repair.
+    pub(super) repaired_bytes: u64,
     /// What had been sent over `calls` when they were put to work.
     pub(super) called_bytes: u64,
     pub(super) session: Option<Session>,
@@ -96,7 +109,7 @@ impl Core {
         (config, place, ranks_here): (JoinConfig, Place, usize),
         situation: Situation,
         tree: Option<Tree>,
-        (calls, repairs): (Lines, Lines),
+        (calls, parley, token): (Lines, Option<Parley>, JobToken),
         session: Session,
         lost: std::sync::Arc<Lost>,
     ) -> Self {
@@ -107,7 +120,13 @@ impl Core {
             place,
             ranks_here,
             calls: Some(calls),
-            repairs: Some(repairs),
+            parley,
+            token,
+            epoch: 0,
+            calling: None,
+            scheduling: None,
+            landed: Landed::default(),
+            repaired_bytes: 0,
             called_bytes: 0,
             session: Some(session),
             lost,
@@ -160,6 +179,12 @@ impl Core {
         buffers: &mut Buffers<'_>,
         options: &CallOptions,
     ) -> Result<Outcome, Error> {
+        let result = self.run_to_end(desc, buffers, options);
+        self.calling = None;
+        result
+    }
+
+    fn run_to_end(&mut self, desc: OpDesc, buffers: &mut Buffers<'_>, options: &CallOptions) -> Result<Outcome, Error> {
         self.usable()?;
         let extent = Extent::of(&desc, self.place)?;
         extent.check(&desc, buffers)?;
@@ -219,7 +244,10 @@ impl Core {
         let result = self.run_schedule(way, schedule, buffers, deadline);
         // Another tree knows nothing of it.
         let told = told.filter(|_| self.view == view);
-        result.map_err(|error| self.verdict(told, error, deadline))
+        result.map_err(|error| {
+            let error = self.verdict(told, error, deadline);
+            self.after_loss(error, deadline)
+        })
     }
 
     /// Exchange blocks of any length. Counts differ from rank to rank, so that only the collective and the type are
@@ -246,7 +274,9 @@ impl Core {
             let told = self.tell_tree(&desc, path)?;
             self.run_told((&desc, path), &schedule, buffers, told, deadline)
         });
-        result.map_err(|error| self.end(error, &desc, begun))?;
+        let result = result.map_err(|error| self.end(error, &desc, begun));
+        self.calling = None;
+        result?;
         Ok(self.outcome((path, None), None, begun))
     }
 
@@ -295,7 +325,7 @@ impl Core {
     /// Return what was sent to other ranks past the tree.
     fn sent_bytes(&self) -> u64 {
         let calls = self.calls.as_ref().map_or(self.called_bytes, |lines| lines.mesh.sent_bytes());
-        calls + self.repairs.as_ref().map_or(0, |lines| lines.mesh.sent_bytes())
+        calls + self.repaired_bytes
     }
 
     pub(super) fn mark(&self) -> Mark {
@@ -336,6 +366,7 @@ impl Core {
         let error = match error {
             Error::Schedule(ExecError::Deadline { .. }) => Error::Deadline { desc: *desc, waited: begun.at.elapsed() },
             Error::Deadline { waited, .. } => Error::Deadline { desc: *desc, waited },
+            Error::OutcomeUnknown { waited, fresh, .. } => Error::OutcomeUnknown { desc: *desc, waited, fresh },
             other => other,
         };
         if !error.is_harmless() && self.ended.is_none() {
@@ -351,6 +382,7 @@ impl Core {
         if !error.is_harmless() && self.ended.is_none() {
             self.ended = Some(error.clone());
             self.tree.iter_mut().for_each(Tree::retire);
+            self.parley.iter().for_each(Parley::end);
         }
         if matches!(error, Error::Cancelled) {
             // Without a word of leaving: the controller tells the others that this rank is lost.
@@ -360,6 +392,7 @@ impl Core {
 
     /// Leave the job: the controller frees the group when all ranks have.
     pub(super) fn leave(&mut self) {
+        self.parley.iter().for_each(Parley::end);
         if let Some(session) = self.session.take() {
             session.leave();
         }

@@ -4,6 +4,8 @@ use crate::choice::RuledOut;
 use crate::endpoint::EndpointError;
 use crate::exec::ExecError;
 use crate::reference::RegisterError;
+use std::fmt;
+use std::ops::Range;
 use std::time::Duration;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::OpDesc;
@@ -13,7 +15,8 @@ use thiserror::Error;
 ///
 /// Except for [`Error::Argument`], [`Error::NotPossible`] and [`Error::Memory`], which change nothing, an error is the end of the
 /// communicator: its ranks may be at different operations, and every later call returns [`Error::Ended`]. The
-/// caller's buffer then holds, chunk by chunk, its input or the result (after a schedule: anything).
+/// caller's buffer then holds, chunk by chunk, its input or the result (after a schedule: anything); where ranks have
+/// died, [`Fresh`] says which.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -25,11 +28,46 @@ pub enum Error {
         /// Another. Equal to `first` if only the algorithm or the cost table differs.
         other: OpDesc,
     },
-    /// A rank of the job is gone.
+    /// The rank that a message goes to or comes from is gone; or any rank, in a communicator that does not repair
+    /// ([`JoinConfig::repair`](super::JoinConfig)).
     #[error("{rank} is lost")]
     RankLost {
         /// The rank.
         rank: Rank,
+    },
+    /// Ranks of the job are gone. All that are left agree on which, and on the first call that fails; calls before it are
+    /// complete at all of them. Who had returned from that call or a later one, having all of its own result, keeps that.
+    #[error("{}: call {operation} fails at all ranks that are left, and all calls behind it; {fresh}", are_lost(.ranks))]
+    RanksFailed {
+        /// The ranks, in order.
+        ranks: Vec<Rank>,
+        /// The number of the first call that fails, among the collectives called on this communicator, from 0.
+        operation: u64,
+        /// What the buffer holds.
+        fresh: Fresh,
+    },
+    /// Too few ranks are in reach of each other to go on without the controller, which is gone; or the others go on
+    /// without this one.
+    #[error(
+        "of {ranks} ranks this one reaches {left}, itself included, which is no majority; the controller, which could say who is dead, is gone or has others go on without this rank; {fresh}"
+    )]
+    Partitioned {
+        /// How many ranks this one reaches, itself included.
+        left: u32,
+        /// How many there were.
+        ranks: u32,
+        /// What the buffer holds.
+        fresh: Fresh,
+    },
+    /// The ranks did not agree in time on what became of the operation; others may have completed it.
+    #[error("it is not known whether {desc} completed at other ranks: they did not agree within {} ms; {fresh}", waited.as_millis())]
+    OutcomeUnknown {
+        /// The operation.
+        desc: OpDesc,
+        /// How long it was given.
+        waited: Duration,
+        /// What the buffer holds.
+        fresh: Fresh,
     },
     /// The way to the tree's root is dead.
     #[error("the path through the tree is lost: a device stopped answering")]
@@ -97,7 +135,55 @@ fn two(first: &OpDesc, other: &OpDesc) -> String {
     }
 }
 
+fn are_lost(ranks: &[Rank]) -> String {
+    let numbers: Vec<String> = ranks.iter().map(|rank| rank.0.to_string()).collect();
+    match &numbers[..] {
+        [] => "ranks are lost".into(),
+        [one] => format!("rank {one} is lost"),
+        [first @ .., last] => format!("ranks {} and {last} are lost", first.join(", ")),
+    }
+}
+
+/// What the output of a call that failed holds.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Fresh {
+    /// These elements of it hold the result, and all others are as they were: runs in rising order, counted from the
+    /// output's beginning. None, if the call had not begun.
+    Elements(Vec<Range<u64>>),
+    /// A schedule was at work on it: anything, also where an input and it are the same buffer.
+    #[default]
+    Unspecified,
+}
+
+impl fmt::Display for Fresh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self::Elements(runs) = self else { return f.write_str("the output may hold anything") };
+        match &runs[..] {
+            [] => f.write_str("the output is as it was"),
+            [run] => write!(f, "of the output, elements {}..{} are new and all others old", run.start, run.end),
+            [first, .., last] => write!(
+                f,
+                "of the output, {} runs of elements from {} to below {} are new and all others old",
+                runs.len(),
+                first.start,
+                last.end
+            ),
+        }
+    }
+}
+
 impl Error {
+    /// The same for a call whose output is like this.
+    pub(super) fn with_fresh(mut self, known: Fresh) -> Self {
+        if let Self::RanksFailed { fresh, .. } | Self::Partitioned { fresh, .. } | Self::OutcomeUnknown { fresh, .. } =
+            &mut self
+        {
+            *fresh = known;
+        }
+        self
+    }
+
     /// A mismatch, with the two operations in an order that does not depend on who noticed.
     pub(super) fn mismatch(a: OpDesc, b: OpDesc) -> Self {
         let key = |desc: &OpDesc| (desc.collective, desc.dtype, desc.op, desc.root, desc.count);
@@ -163,6 +249,21 @@ impl From<ExecError> for Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_is_lost_and_what_is_new_is_said() {
+        let failed = |ranks: &[u32], fresh| Error::RanksFailed {
+            ranks: ranks.iter().copied().map(Rank).collect(),
+            operation: 7,
+            fresh,
+        };
+        let text = failed(&[3], Fresh::Elements(std::iter::once(0..64).collect())).to_string();
+        assert!(text.starts_with("rank 3 is lost: call 7 fails at all ranks that are left"), "{text}");
+        assert!(text.ends_with("elements 0..64 are new and all others old"), "{text}");
+        let text = failed(&[1, 2, 5], Fresh::Elements(vec![4..8, 12..16])).to_string();
+        assert!(text.starts_with("ranks 1, 2 and 5 are lost: "), "{text}");
+        assert!(text.ends_with("2 runs of elements from 4 to below 16 are new and all others old"), "{text}");
+    }
 
     /// A repair that fails has left ranks at different points, whatever it failed with.
     #[test]

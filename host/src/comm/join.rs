@@ -2,6 +2,7 @@
 
 use super::core::{Core, Lines};
 use super::lost::Lost;
+use super::parley::Parley;
 use super::tree::{Tree, seating};
 use crate::choice::{Algo, Declared, Situation};
 use crate::coll::Place;
@@ -182,6 +183,7 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         other => {
             match other {
                 Notice::RankLost(rank) => watch.set(rank),
+                Notice::ControllerLost => watch.controller_gone(),
                 Notice::Repair { view } => watch.repair(view),
                 Notice::MoveAt { view, call } => watch.offers.move_at(view, call),
                 Notice::Withdrawn => watch.offers.withdraw(),
@@ -196,7 +198,13 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     let ranks_here = membership.mesh.iter().filter(|addr| addr.ip() == mesh_addr.ip()).count();
     let token = JobToken(membership.mesh_token);
     let calls = Lines::new(Mesh::new(place, token, listener, membership.mesh)?);
-    let repairs = Lines::new(Mesh::new(place, token, repair_listener, membership.repair_mesh)?);
+    let parley = (may_repair && world > 1).then(|| {
+        let caller = Arc::clone(&lost);
+        let on_call = move |epoch| caller.call(epoch);
+        Parley::start((rank, token), repair_listener, membership.repair_mesh, on_call)
+    });
+    let parley = parley.transpose().map_err(|source| JoinError::Listen { addr: config.bind, source })?;
+    parley.iter().for_each(|parley| lost.set_inbox(Arc::clone(parley.inbox())));
     let situation = Situation {
         ranks: world,
         order: config.order,
@@ -221,11 +229,11 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
             None
         }
     };
-    Ok(Core::new((config, place, ranks_here), situation, tree, (calls, repairs), session, lost))
+    Ok(Core::new((config, place, ranks_here), situation, tree, (calls, parley, token), session, lost))
 }
 
 /// Listen for the connections of other ranks.
-fn listen(addr: IpAddr) -> Result<(TcpListener, SocketAddr), JoinError> {
+pub(super) fn listen(addr: IpAddr) -> Result<(TcpListener, SocketAddr), JoinError> {
     let bound = TcpListener::bind((addr, 0)).and_then(|listener| Ok((listener.local_addr()?, listener)));
     bound.map(|(addr, listener)| (listener, addr)).map_err(|source| JoinError::Listen { addr, source })
 }

@@ -1,25 +1,27 @@
-//! What reaches a communicator while one of its calls waits: that a rank is lost, that a rank's tree is, and that its own
-//! program wants no more.
+//! What reaches a communicator while one of its calls waits: that a rank is lost, that a rank's tree is, that another rank
+//! wants the view to change, that the controller is gone, and that its own program wants no more.
 //!
 //! Whatever it is, it is noted before who waits is woken, and who waits looks after it was made known to be woken
 //! ([`Lost::set_wakers`]): nothing is missed, whichever came first.
 
 use super::core::Core;
 use super::offer::Offers;
+use super::parley::Inbox;
 use crate::reference;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread;
+use std::time::Instant;
 use sumac_hal::ids::Rank;
 use sumac_hal::udp::Waker;
 
-/// What reaches a communicator from outside of its calls: the first rank that the controller said is lost, the last view
-/// whose tree is, and this rank's own wish.
+/// What reaches a communicator from outside of its calls.
 #[derive(Debug)]
 pub(super) struct Lost {
+    /// Whether there is any news of `news`.
     is_set: AtomicBool,
     is_cancelled: AtomicBool,
-    rank: Mutex<Option<Rank>>,
+    news: Mutex<News>,
     /// The last view whose tree is lost, and one; 0: none is.
     repairs: AtomicU32,
     wakers: Mutex<Wakers>,
@@ -29,6 +31,18 @@ pub(super) struct Lost {
     core: OnceLock<Weak<Mutex<Core>>>,
 }
 
+/// What is known of the other ranks.
+#[derive(Debug, Default)]
+struct News {
+    /// Those that the controller said are lost, in the order of its saying so.
+    dead: Vec<Rank>,
+    /// The last view that another rank wants to change, and one; 0: none does.
+    called: u64,
+    /// When the first was lost, or when the last view was called.
+    since: Option<Instant>,
+    is_controller_gone: bool,
+}
+
 /// Who is woken.
 #[derive(Debug)]
 struct Wakers {
@@ -36,21 +50,27 @@ struct Wakers {
     port: Option<Waker>,
     /// Who waits for a device by reference.
     reference: Option<reference::Waker>,
+    /// Who changes the view.
+    inbox: Option<Arc<Inbox>>,
 }
 
 impl Lost {
-    pub(super) const fn new(waker: Waker) -> Self {
+    pub(super) fn new(waker: Waker) -> Self {
         let (is_set, is_cancelled) = (AtomicBool::new(false), AtomicBool::new(false));
-        let wakers = Mutex::new(Wakers { port: Some(waker), reference: None });
+        let wakers = Mutex::new(Wakers { port: Some(waker), reference: None, inbox: None });
         Self {
             is_set,
             is_cancelled,
-            rank: Mutex::new(None),
+            news: Mutex::default(),
             repairs: AtomicU32::new(0),
             wakers,
             offers: Offers::new(),
             core: OnceLock::new(),
         }
+    }
+
+    fn news(&self) -> MutexGuard<'_, News> {
+        self.news.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn wakers(&self) -> MutexGuard<'_, Wakers> {
@@ -64,7 +84,16 @@ impl Lost {
 
     /// Wake these from now on, and none else: the tree is another one. Look at what was noted before waiting on them.
     pub(super) fn set_wakers(&self, port: Option<Waker>, reference: Option<reference::Waker>) {
-        *self.wakers() = Wakers { port, reference };
+        let mut wakers = self.wakers();
+        (wakers.port, wakers.reference) = (port, reference);
+    }
+
+    /// Wake who changes the view as well.
+    pub(super) fn set_inbox(&self, inbox: Arc<Inbox>) {
+        self.wakers().inbox = Some(Arc::clone(&inbox));
+        if !self.has_controller() {
+            inbox.watch(Vec::new(), false);
+        }
     }
 
     fn wake(&self) {
@@ -72,6 +101,7 @@ impl Lost {
         let wakers = self.wakers();
         wakers.port.iter().for_each(Waker::wake);
         wakers.reference.iter().for_each(reference::Waker::wake);
+        wakers.inbox.iter().for_each(|inbox| inbox.wake());
     }
 
     /// Repair this communicator if none of its calls does.
@@ -79,8 +109,8 @@ impl Lost {
         // Set once, when it has joined.
         let _ = self.core.set(Arc::downgrade(core));
         // What was asked for before found nobody to do it.
-        if let Some(view) = self.repair_wanted().checked_sub(1) {
-            self.repair(view);
+        if self.repair_wanted() > 0 || self.is_set.load(Ordering::Acquire) {
+            self.serve_aside();
         }
     }
 
@@ -88,17 +118,22 @@ impl Lost {
     pub(super) fn repair(&self, view: u32) {
         self.repairs.fetch_max(view.saturating_add(1), Ordering::Release);
         self.wake();
+        self.serve_aside();
+    }
+
+    /// Let the view change if no call sees to that.
+    fn serve_aside(&self) {
         let Some(core) = self.core.get().cloned() else { return };
-        // Waits for a call that runs, which then has repaired it; the caller's thread has more to read. Nor may the last of
+        // Waits for a call that runs, which then has seen to it; the caller's thread has more to read. Nor may the last of
         // a communicator end there: it waits for that thread.
         let serve = move || {
             if let Some(core) = core.upgrade() {
-                super::lock(&core).serve_repair(view);
+                super::lock(&core).serve_change();
             }
         };
         let served = thread::Builder::new().name("repair".into()).spawn(serve);
         if let Err(error) = served {
-            tracing::error!(%error, view, "no thread for a repair: this rank takes part with its next call");
+            tracing::error!(%error, "no thread for a repair: this rank takes part with its next call");
         }
     }
 
@@ -108,12 +143,52 @@ impl Lost {
         self.repairs.load(Ordering::Acquire)
     }
 
+    /// The controller says that a rank is lost.
     pub(super) fn set(&self, rank: Rank) {
-        if let Ok(mut first) = self.rank.lock() {
-            first.get_or_insert(rank);
+        let mut news = self.news();
+        news.dead.push(rank);
+        news.since.get_or_insert_with(Instant::now);
+        self.is_set.store(true, Ordering::Release);
+        drop(news);
+        self.wake();
+        self.serve_aside();
+    }
+
+    /// Another rank wants a view to change.
+    pub(super) fn call(&self, epoch: u64) {
+        let mut news = self.news();
+        if news.called > epoch {
+            return;
+        }
+        news.called = epoch + 1;
+        if news.dead.is_empty() {
+            news.since = Some(Instant::now());
         }
         self.is_set.store(true, Ordering::Release);
+        drop(news);
         self.wake();
+        self.serve_aside();
+    }
+
+    /// Nobody says any more who is lost.
+    pub(super) fn controller_gone(&self) {
+        self.news().is_controller_gone = true;
+        let inbox = self.wakers().inbox.clone();
+        inbox.iter().for_each(|inbox| inbox.watch(Vec::new(), false));
+        self.wake();
+    }
+
+    pub(super) fn has_controller(&self) -> bool {
+        !self.news().is_controller_gone
+    }
+
+    /// Return since when this view is to change, as others are lost or say so.
+    pub(super) fn unsettled_since(&self, epoch: u64) -> Option<Instant> {
+        if !self.is_set.load(Ordering::Acquire) {
+            return None;
+        }
+        let news = self.news();
+        news.since.filter(|_| !news.dead.is_empty() || news.called > epoch)
     }
 
     /// This rank's own program wants no more of the communicator.
@@ -126,11 +201,17 @@ impl Lost {
         self.is_cancelled.load(Ordering::Acquire)
     }
 
+    /// Return the rank that was lost first.
     pub(super) fn rank(&self) -> Option<Rank> {
         if !self.is_set.load(Ordering::Acquire) {
             return None;
         }
-        self.rank.lock().ok().and_then(|rank| *rank)
+        self.news().dead.first().copied()
+    }
+
+    /// Return all ranks that are lost.
+    pub(super) fn ranks(&self) -> Vec<Rank> {
+        self.news().dead.clone()
     }
 }
 
@@ -170,5 +251,25 @@ mod tests {
         lost.cancel();
         let woken = [&mut first, &mut second].map(|port| port.wait(Some(Duration::ZERO)));
         assert_eq!((woken, lost.is_cancelled()), ([Wake::Timeout; 2], true));
+    }
+
+    #[test]
+    fn a_view_is_unsettled_until_it_has_changed_and_for_good_if_ranks_are_dead() {
+        let mut port = port();
+        let lost = Lost::new(port.waker());
+        assert_eq!(lost.unsettled_since(0), None);
+        lost.call(0);
+        assert_eq!(port.wait(Some(Duration::ZERO)), Wake::Woken);
+        assert!(lost.unsettled_since(0).is_some() && lost.unsettled_since(1).is_none());
+        // Said again, it is no news.
+        lost.call(0);
+        assert_eq!(port.wait(Some(Duration::ZERO)), Wake::Timeout);
+        lost.set(Rank(2));
+        lost.set(Rank(0));
+        assert!(lost.unsettled_since(9).is_some());
+        assert_eq!((lost.rank(), lost.ranks()), (Some(Rank(2)), vec![Rank(2), Rank(0)]));
+        assert!(lost.has_controller());
+        lost.controller_gone();
+        assert!(!lost.has_controller());
     }
 }

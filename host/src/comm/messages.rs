@@ -4,6 +4,7 @@
 //! blocking send may wait for its receiver. Collectives and messages don't wait for each other.
 
 use super::core::Core;
+use super::progress::Deadline;
 use super::{CallOptions, Communicator, Element, Error, lock};
 use crate::exec::message::{self, Direction, Message, MessageBuffer, Ticket};
 use std::any::Any;
@@ -117,7 +118,7 @@ impl Core {
         let deadline = self.deadline(options);
         let result =
             self.beside(deadline, |lines, along| message::transfer(&mut lines.mesh, messages, deadline.0, along));
-        self.message_result(result)
+        self.message_result(result, deadline)
     }
 
     fn post_message(
@@ -133,17 +134,21 @@ impl Core {
             let ticket = lines.mesh.post(peer, direction, tag, buffer)?;
             message::poll(&mut lines.mesh, along).map(|()| ticket)
         });
-        self.message_result(result)
+        self.message_result(result, deadline)
     }
 
     fn wait_message(&mut self, ticket: Ticket, options: &CallOptions) -> Result<Box<dyn MessageBuffer>, Error> {
         let deadline = self.deadline(options);
         let result = self.beside(deadline, |lines, along| message::wait(&mut lines.mesh, ticket, deadline.0, along));
-        self.message_result(result)
+        self.message_result(result, deadline)
     }
 
-    /// A message that fails ends the communicator, unless nothing was sent.
-    fn message_result<R>(&mut self, result: Result<R, Error>) -> Result<R, Error> {
-        result.inspect_err(|error| self.note_end(error))
+    /// A message that fails ends the communicator, unless nothing was sent. Where its rank is lost, this names it; what
+    /// the communicator ends with is what all ranks agree on.
+    fn message_result<R>(&mut self, result: Result<R, Error>, deadline: Deadline) -> Result<R, Error> {
+        result.inspect_err(|error| match self.after_loss(error.clone(), deadline) {
+            end if end == *error => self.note_end(error),
+            end => self.note_untold_end(end),
+        })
     }
 }

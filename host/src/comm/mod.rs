@@ -47,8 +47,17 @@
 //! what is missing. Memory that the lost device reached is ordinary memory to the next one. [`JoinConfig::repair`] turns it
 //! all off.
 //!
-//! When a rank dies, the others' operations end with [`Error::RankLost`], and whoever is left may go on in a communicator
-//! of its own: [`Communicator::shrink`].
+//! # When ranks die
+//!
+//! Those that are left agree on who is dead, and on the first call that fails: [`Error::RanksFailed`] is the same at all of
+//! them. Calls before it complete at all, from what some of them have of the results; a broadcast from a live root, or a
+//! barrier, that all of them had entered is one of these. [`Fresh`] says what the buffer of a call that fails holds. Whoever
+//! is left may go on in a communicator of its own: [`Communicator::shrink`]. A schedule keeps no results for others: who
+//! had returned from the call that fails, having gone there by one, keeps its own.
+//!
+//! The controller says who is dead. Where it is gone, ranks that no longer hear of others go on without them if they are
+//! more than half of all; else they end with [`Error::Partitioned`]. Where they can't agree in time, [`Error::Deadline`]
+//! says that nothing was decided, and [`Error::OutcomeUnknown`] that others may have.
 //!
 //! # Progress
 //!
@@ -58,6 +67,7 @@
 mod bucket;
 mod calls;
 mod cart;
+mod change;
 mod choices;
 mod core;
 mod element;
@@ -68,6 +78,7 @@ mod join;
 mod lost;
 mod messages;
 mod offer;
+mod parley;
 mod progress;
 mod repair;
 mod shrink;
@@ -81,7 +92,7 @@ pub use crate::reference::{Buffer, Transfer};
 pub use bucket::BUCKET_BYTES;
 pub use cart::Cart;
 pub use element::{Element, Held};
-pub use error::Error;
+pub use error::{Error, Fresh};
 pub use handle::Handle;
 pub use join::{DEFAULT_PORT, JoinConfig, JoinError};
 pub use messages::MessageHandle;

@@ -115,6 +115,11 @@ impl Offers {
         self.changed.1.notify_all();
     }
 
+    /// Return how many calls have begun.
+    pub(super) fn begun(&self) -> u64 {
+        self.begun.load(Ordering::Relaxed)
+    }
+
     fn set_limit(&self, limit: u64) {
         self.limit.store(limit, Ordering::SeqCst);
         self.wake();

@@ -3,11 +3,12 @@
 //! Progress is made by whoever calls: `wait`, `test` and blocking calls drive the tree's endpoint; a schedule runs
 //! when it is waited for, and drives the endpoint meanwhile, and repairs it if it is lost.
 
-use super::core::{Core, Lines};
-use super::error::Error;
+use super::core::Core;
+pub(super) use super::core::Lines;
+use super::error::{Error, Fresh};
 use super::extent::Extent;
 use super::started::InTree;
-use crate::coll::{ALGORITHMS, Problem, Schedule, pairwise};
+use crate::coll::{ALGORITHMS, Place, Problem, Schedule, pairwise};
 use crate::endpoint::{self, Event, OpId};
 use crate::exec::{Buffers, Context, ExecError, Interrupt, execute};
 use crate::reference::Transfer;
@@ -69,7 +70,8 @@ impl Core {
         extent.keep_own(&desc, buffers);
         let posted = match self.post(&desc, Path::Tree, Some((extent, &mut *buffers))) {
             Err(error) if self.is_repairable(&error) => {
-                self.repair(None, &error, deadline)?;
+                let changed = self.change_view(None, &error, deadline);
+                changed.map_err(|error| error.with_fresh(Fresh::Elements(Vec::new())))?;
                 return Ok(InTheTree::BeginsAgain);
             }
             posted => posted?,
@@ -80,14 +82,14 @@ impl Core {
             match self.step(Some(lent), deadline) {
                 Err(error) if self.is_repairable(&error) => {
                     let lent = Lent { op, extent, buffers: &mut *buffers };
-                    return match self.repair(Some(lent), &error, deadline) {
+                    return match self.change_view(Some(lent), &error, deadline) {
                         Ok(completed_below) if op < completed_below => Ok(InTheTree::Done(transfer)),
                         Ok(_) => Ok(InTheTree::BeginsAgain),
                         Err(error) if op.0 < self.completed_below => {
-                            self.note_end(&error);
+                            self.note_untold_end(error);
                             Ok(InTheTree::Done(transfer))
                         }
-                        Err(error) => Err(error),
+                        Err(error) => Err(error.with_fresh(self.fresh(op))),
                     };
                 }
                 stepped => stepped?,
@@ -130,12 +132,13 @@ impl Core {
         if let Some(next) = next {
             wait = wait.min(next);
         }
-        if let Some(rank) = self.lost.rank() {
-            // What it had contributed may still complete: that is on its way already, or never comes.
-            if now >= at.checked_sub(limit).unwrap_or(now) + GRACE {
-                return Err(Error::RankLost { rank });
+        if let Some(since) = self.lost.unsettled_since(self.epoch) {
+            // What a dead rank had contributed may still complete: that is on its way already, or never comes.
+            let left = GRACE.saturating_sub(since.elapsed());
+            if left.is_zero() {
+                return Err(self.loss());
             }
-            wait = wait.min(GRACE / 4);
+            wait = wait.min(left);
         }
         Ok(wait)
     }
@@ -179,20 +182,31 @@ impl Core {
 
     /// Make the schedule of a path; of any path, for a communicator of one rank.
     pub(super) fn schedule(&self, desc: &OpDesc, path: Path, buffers: &Buffers<'_>) -> Result<Schedule, Error> {
+        self.schedule_at(self.place, desc, path, buffers)
+    }
+
+    /// The same for another place than the communicator's.
+    pub(super) fn schedule_at(
+        &self,
+        place: Place,
+        desc: &OpDesc,
+        path: Path,
+        buffers: &Buffers<'_>,
+    ) -> Result<Schedule, Error> {
         let count = usize::try_from(desc.count).map_err(|_| Error::Argument(format!("{} elements", desc.count)))?;
         if let (Collective::AllToAll, Buffers::InPlace(_)) = (desc.collective, buffers) {
-            let ranks = self.config.world as usize;
+            let ranks = place.ranks() as usize;
             if !count.is_multiple_of(ranks) {
                 let what =
                     format!("{count} elements in place are not {ranks} equal blocks; use an input and an output");
                 return Err(Error::Argument(what));
             }
-            return Ok(pairwise::all_to_all_in_place(self.place, count / ranks));
+            return Ok(pairwise::all_to_all_in_place(place, count / ranks));
         }
         let of = ALGORITHMS.iter().filter(|algorithm| algorithm.pattern.collective() == desc.collective);
         let algorithm = of.into_iter().find(|algorithm| path == Path::Local || algorithm.path() == path);
         let no_schedule = || Error::Argument(format!("{} is no schedule for {}", path.name(), desc.collective));
-        let problem = Problem { place: self.place, count, root: desc.root, tree: self.situation.declared.tree() };
+        let problem = Problem { place, count, root: desc.root, tree: self.situation.declared.tree() };
         Ok((algorithm.ok_or_else(no_schedule)?.schedule)(&problem))
     }
 
@@ -212,27 +226,6 @@ impl Core {
             along.check()?;
             execute(&mut lines.mesh, schedule, kernel.as_ref(), buffers, &ctx, along)
         })
-    }
-
-    /// Run a schedule of a repair: there is no tree.
-    pub(super) fn run_repairing(
-        &mut self,
-        (desc, path): (&OpDesc, Path),
-        schedule: &Schedule,
-        buffers: Buffers<'_>,
-        deadline: Deadline,
-    ) -> Result<(), Error> {
-        let table_version = self.situation.table.version;
-        let Some(mut lines) = self.repairs.take() else { return Err(at_work()) };
-        let ctx = lines.next((desc, path), table_version, deadline);
-        let kernel = kernel(desc);
-        let mut along = self.along(deadline);
-        let result = execute(&mut lines.mesh, schedule, kernel.as_ref(), buffers, &ctx, &mut along);
-        self.repairs = Some(lines);
-        match result {
-            Err(_) if self.lost.is_cancelled() => Err(Error::Cancelled),
-            result => Ok(result?),
-        }
     }
 
     /// Put the ways between ranks to work, with the tree beside them.
@@ -274,7 +267,7 @@ impl Core {
 
     fn along(&mut self, deadline: Deadline) -> Along<'_> {
         let checked = Instant::now();
-        Along { core: self, deadline, wake_at: None, checked, lost_since: None, is_loss_told: false, ended: None }
+        Along { core: self, deadline, wake_at: None, checked, is_loss_told: false, ended: None }
     }
 }
 
@@ -284,6 +277,19 @@ impl Lines {
         self.scheduled += 1;
         let signature = desc.signature(path, table_version);
         Context { op_index: self.scheduled - 1, signature, desc: *desc, path, deadline }
+    }
+
+    /// Run a schedule to its end.
+    pub(super) fn run(
+        &mut self,
+        (desc, path): (&OpDesc, Path),
+        table_version: u32,
+        schedule: &Schedule,
+        buffers: Buffers<'_>,
+        (deadline, interrupt): (Deadline, &mut dyn Interrupt),
+    ) -> Result<(), ExecError> {
+        let ctx = self.next((desc, path), table_version, deadline);
+        execute(&mut self.mesh, schedule, kernel(desc).as_ref(), buffers, &ctx, interrupt)
     }
 }
 
@@ -304,8 +310,6 @@ pub(super) struct Along<'c> {
     wake_at: Option<Instant>,
     /// When it was last looked at.
     checked: Instant,
-    /// When a lost rank was first seen: what it had sent may still complete the schedule for a while.
-    lost_since: Option<Instant>,
     is_loss_told: bool,
     /// What the tree or its repair ended with.
     ended: Option<Error>,
@@ -319,13 +323,17 @@ impl Along<'_> {
         ExecError::Interrupted { rank: Rank(self.core.config.rank), reason }
     }
 
+    fn change_view(&mut self, cause: &Error) -> Result<(), ExecError> {
+        self.core.change_view(None, cause, self.deadline).map(|_| ()).map_err(|error| self.end(error))
+    }
+
     /// Deal with the end of the tree.
     fn on_tree_error(&mut self, error: Error) -> Result<(), ExecError> {
         if matches!(error, Error::Mismatch { .. }) {
             return Err(self.end(error));
         }
         if self.core.is_repairable(&error) {
-            return self.core.repair(None, &error, self.deadline).map(|_| ()).map_err(|error| self.end(error));
+            return self.change_view(&error);
         }
         if !std::mem::replace(&mut self.is_loss_told, true) {
             // The schedule does not need the tree; whoever uses it next hears of its loss.
@@ -344,13 +352,19 @@ impl Interrupt for Along<'_> {
     fn check(&mut self) -> Result<(), ExecError> {
         let rank = Rank(self.core.config.rank);
         if self.core.lost.is_cancelled() {
-            return Err(ExecError::Interrupted { rank, reason: "cancelled".into() });
-        }
-        // A rank that has no connection yet can't be missed by its end: the controller's word is all there is.
-        if let Some(rank) = self.core.lost.rank()
-            && self.lost_since.get_or_insert_with(Instant::now).elapsed() >= GRACE
-        {
+            // What it is to the others.
             return Err(ExecError::RankLost { rank });
+        }
+        // A rank that has no connection yet can't be missed by its end: what is said is all there is. What a dead rank had
+        // sent may still complete the schedule for a while.
+        let since = self.core.lost.unsettled_since(self.core.epoch);
+        if since.is_some_and(|since| since.elapsed() >= GRACE) {
+            let cause = self.core.loss();
+            match cause {
+                _ if self.core.parley.is_some() && self.core.ended.is_none() => self.change_view(&cause)?,
+                Error::RankLost { rank } => return Err(ExecError::RankLost { rank }),
+                _ => {}
+            }
         }
         self.checked = Instant::now();
         let next = self.core.pump(None);

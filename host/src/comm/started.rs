@@ -5,7 +5,7 @@
 
 use super::core::{Core, Mark, premultiply};
 use super::element::OwnedBuffer;
-use super::error::Error;
+use super::error::{Error, Fresh};
 use super::extent::Extent;
 use super::progress::Deadline;
 use super::{CallOptions, Outcome};
@@ -64,6 +64,8 @@ impl InTree {
 /// An operation that was started and not yet waited for.
 pub(super) struct Started {
     pub(super) desc: OpDesc,
+    /// Its number among all calls.
+    pub(super) call: u64,
     /// The algorithm that was asked for.
     pub(super) algo: Algo,
     pub(super) path: Path,
@@ -88,8 +90,9 @@ impl Core {
         let (deadline, before) = (self.deadline(options), self.mark());
         // A tree that is known to be lost takes nothing.
         let lost = self.tree_error().filter(|error| self.is_repairable(error));
-        let ready = lost.map_or(Ok(()), |error| self.repair(None, &error, deadline).map(|_| ()));
+        let ready = lost.map_or(Ok(()), |error| self.change_view(None, &error, deadline).map(|_| ()));
         let ready = ready.and_then(|()| self.begin_call(deadline));
+        let call = self.calling.take();
         ready.map_err(|error| self.end(error, &desc, before))?;
         let (path, fallback) = self.choose(&desc, options)?;
         let mut scaled = Vec::new();
@@ -100,6 +103,7 @@ impl Core {
         let handle = self.next_handle;
         let mut started = Started {
             desc,
+            call: call.unwrap_or_default(),
             algo: options.algo.unwrap_or(self.config.algo),
             path,
             fallback,
@@ -195,7 +199,7 @@ impl Core {
     /// Repair what can be.
     fn get_over(&mut self, result: Result<(), Error>, deadline: Deadline) -> Result<(), Error> {
         match result {
-            Err(error) if self.is_repairable(&error) => self.repair(None, &error, deadline).map(|_| ()),
+            Err(error) if self.is_repairable(&error) => self.change_view(None, &error, deadline).map(|_| ()),
             other => other,
         }
     }
@@ -210,7 +214,9 @@ impl Core {
                 started.finished = Some(Ok(outcome));
             }
         } else if let Some(error) = &self.ended {
-            let error = error.clone();
+            let in_tree = started.tree_op.filter(|_| started.path == Path::Tree);
+            let fresh = in_tree.map_or(Fresh::Elements(Vec::new()), |op| self.fresh(op));
+            let error = error.clone().with_fresh(fresh);
             if let Some(started) = self.started.get_mut(&handle) {
                 started.finished = Some(Err(error));
             }
@@ -231,12 +237,14 @@ impl Core {
         let (desc, path) = (started.desc, started.path);
         // A number that the tree may not have any more when this has run.
         let told = started.tree_op.take();
+        self.scheduling = Some(started.call);
         let result = started.buffers.as_mut().map_or(Ok(()), |owned| {
             let buffers = owned.lend();
             let schedule = self.schedule(&desc, path, &buffers)?;
             self.run_told((&desc, path), &schedule, buffers, told, deadline)
         });
         let result = result.map_err(|error| self.end(error, &desc, started.begun));
+        self.scheduling = None;
         let outcome = self.outcome((path, None), started.fallback.clone(), started.begun);
         started.finished = Some(result.clone().map(|()| outcome));
         self.started.insert(handle, started);

@@ -3,6 +3,7 @@
 use super::proto::{ClientReply, ClientRequest, JoinRefusal, JoinRequest, Membership, StatusReport};
 use std::io::ErrorKind;
 use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -98,6 +99,8 @@ pub enum Notice {
     },
     /// The offer is off, or the controller gone.
     Withdrawn,
+    /// The controller has ended the connection, or is gone: nothing more comes.
+    ControllerLost,
 }
 
 /// The view that another tree was asked for, and that tree or why there is none.
@@ -114,6 +117,8 @@ pub struct Session {
     answers: Mutex<Receiver<Answer>>,
     left: Mutex<Receiver<Left>>,
     watcher: Option<JoinHandle<()>>,
+    /// It is this end that ends it.
+    is_over: Arc<AtomicBool>,
 }
 
 fn connect(addr: SocketAddr) -> Result<(TcpStream, FrameReader<TcpStream>), ClientError> {
@@ -191,9 +196,16 @@ impl Session {
         let watcher = std::thread::Builder::new().name("controller".into());
         let stream = Arc::new(Mutex::new(stream));
         let answer = Arc::clone(&stream);
-        let watch = move || watch(reader, &answer, &on_notice, (&to_replan, &to_shrink));
+        let is_over = Arc::new(AtomicBool::new(false));
+        let has_ended = Arc::clone(&is_over);
+        let watch = move || {
+            watch(reader, &answer, &on_notice, (&to_replan, &to_shrink));
+            if !has_ended.load(Ordering::Acquire) {
+                on_notice(Notice::ControllerLost);
+            }
+        };
         let watcher = Some(watcher.spawn(watch).map_err(StreamError::from)?);
-        let session = Self { stream, answers: Mutex::new(answers), left: Mutex::new(left), watcher };
+        let session = Self { stream, answers: Mutex::new(answers), left: Mutex::new(left), watcher, is_over };
         Ok((session, membership))
     }
 
@@ -303,6 +315,7 @@ fn watch(
 
 impl Drop for Session {
     fn drop(&mut self) {
+        self.is_over.store(true, Ordering::Release);
         // Ends the watcher's read; what was sent before still arrives. Fails only if the peer was faster.
         let _ = self.stream.lock().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Both);
         if let Some(watcher) = self.watcher.take() {

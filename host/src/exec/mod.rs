@@ -27,6 +27,7 @@ mod link;
 mod memory;
 mod mesh;
 pub mod message;
+pub(crate) mod notes;
 mod polls;
 mod run;
 mod tree;

@@ -1,6 +1,8 @@
 //! From all ranks' ledgers to what is done, the same at every rank.
 
 use super::ledger::{Ledger, OpEntry};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use sumac_hal::ids::{ChunkNo, Rank};
 use sumac_hal::op::OpDesc;
 use thiserror::Error;
@@ -37,7 +39,7 @@ pub(crate) struct Plan {
 }
 
 /// Why nothing can be done.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, Error)]
 #[non_exhaustive]
 pub(crate) enum Unrepairable {
     /// Ranks called different things.
@@ -58,28 +60,40 @@ pub(crate) enum Unrepairable {
     },
 }
 
-/// Work out what is to be done; `ledgers` holds every rank's, in order of rank.
+/// The ledgers of those that live.
+pub(crate) type Ledgers = BTreeMap<Rank, Ledger>;
+
+/// Work out what is to be done, of `ranks` ranks; those without a ledger are dead.
+///
+/// Where ranks are dead, the plan ends before the first operation of which somebody lacks a chunk that no survivor has:
+/// that one and all later ones fail. Whoever moves its own elements, as the root of a broadcast does, has the result of
+/// their chunks; so what nobody has takes a contribution of every rank, the dead included, and can't be computed again.
 ///
 /// # Errors
 /// [`Unrepairable`], the same at all ranks.
-pub(crate) fn plan(ledgers: &[Ledger]) -> Result<Plan, Unrepairable> {
-    let cut = ledgers.iter().map(Ledger::posted).min().unwrap_or(0);
+pub(crate) fn plan(ledgers: &Ledgers, ranks: u32) -> Result<Plan, Unrepairable> {
+    let mut cut = ledgers.values().map(Ledger::posted).min().unwrap_or(0);
     let ops = agreed(ledgers, cut)?;
+    let all_live = ledgers.len() == ranks as usize;
     let mut pieces: Vec<Piece> = Vec::new();
-    for op in ops {
-        let mut seq = op.first;
+    'ops: for op in ops {
+        let (whole, mut seq) = (pieces.len(), op.first);
         while seq < op.end {
             let first = seq;
-            let classes = || ledgers.iter().map(|ledger| ledger.class(first));
-            let end = classes().map(|(_, end)| end).min().unwrap_or(op.end).min(op.end);
+            let classes = || ledgers.iter().map(|(&rank, ledger)| (rank, ledger.class(first)));
+            let end = classes().map(|(_, (_, end))| end).min().unwrap_or(op.end).min(op.end);
             seq = end;
-            if !classes().any(|(class, _)| class.needs) {
+            if !classes().any(|(_, (class, _))| class.needs) {
                 continue;
             }
-            let ranks = (0..).map(Rank);
-            let source = match ranks.clone().zip(classes()).find(|(_, (class, _))| class.holds) {
+            let source = match classes().find(|(_, (class, _))| class.holds) {
                 Some((holder, _)) => Source::Held(holder),
-                None => match ranks.zip(classes()).find(|(_, (class, _))| !class.gives) {
+                None if !all_live => {
+                    pieces.truncate(whole);
+                    cut = op.first;
+                    break 'ops;
+                }
+                None => match classes().find(|(_, (class, _))| !class.gives) {
                     Some((rank, _)) => return Err(Unrepairable::Forgotten { chunk: ChunkNo(first), rank }),
                     None => Source::Recompute,
                 },
@@ -94,9 +108,9 @@ pub(crate) fn plan(ledgers: &[Ledger]) -> Result<Plan, Unrepairable> {
 }
 
 /// Return the operations below the cut that move elements, once each, if all ranks mean the same by them.
-fn agreed(ledgers: &[Ledger], cut: u64) -> Result<Vec<OpEntry>, Unrepairable> {
+fn agreed(ledgers: &Ledgers, cut: u64) -> Result<Vec<OpEntry>, Unrepairable> {
     let mut ops: Vec<OpEntry> =
-        ledgers.iter().flat_map(|ledger| &ledger.ops).filter(|op| op.first < cut).copied().collect();
+        ledgers.values().flat_map(|ledger| &ledger.ops).filter(|op| op.first < cut).copied().collect();
     ops.sort_by_key(|op| op.first);
     ops.dedup();
     if let Some(pair) = ops.windows(2).find(|pair| pair[1].first < pair[0].end) {
@@ -130,6 +144,11 @@ mod tests {
             Class { needs: !holds, holds, gives: !holds }
         });
         ledger
+    }
+
+    /// All ranks live.
+    fn plan(ledgers: &[Ledger]) -> Result<Plan, Unrepairable> {
+        super::plan(&(0..).map(Rank).zip(ledgers.iter().cloned()).collect(), ledgers.len() as u32)
     }
 
     fn pieces(ledgers: &[Ledger]) -> Vec<(u64, u64, Source)> {
@@ -166,6 +185,47 @@ mod tests {
         assert_eq!(error, Unrepairable::Forgotten { chunk: ChunkNo(0), rank: Rank(1) });
         // Not if somebody has it.
         assert_eq!(pieces(&[ledger(0, "----"), ledger(0, "oooo"), gone]), [(0, 4, Source::Held(Rank(1)))]);
+    }
+
+    /// Of three operations the second lacks a chunk that the dead rank alone may have had.
+    #[test]
+    fn what_no_survivor_has_fails_with_all_behind_it() {
+        let ledger = |chunks: [&str; 3]| {
+            let mut ledger = ledger(0, chunks[0]);
+            for chunks in &chunks[1..] {
+                let first = ledger.posted();
+                let more = self::ledger(first, chunks);
+                ledger.push(more.ops[0], first, |seq| more.class(seq).0);
+            }
+            ledger
+        };
+        let survivors = [ledger(["oo-", "oo-", "oo"]), ledger(["--o", "-o-", "oo"])];
+        let ledgers: Ledgers = [Rank(0), Rank(2)].into_iter().zip(survivors).collect();
+        let plan = super::plan(&ledgers, 3).expect("a plan");
+        let pieces: Vec<_> = plan.pieces.iter().map(|piece| (piece.first, piece.end, piece.source)).collect();
+        assert_eq!((plan.cut, pieces), (3, vec![(0, 2, Source::Held(Rank(0))), (2, 3, Source::Held(Rank(2)))]));
+        // With the third rank alive, it would be computed again.
+        let ledgers = [(Rank(1), ledger(["---", "---", "--"]))].into_iter().chain(ledgers).collect();
+        assert_eq!(super::plan(&ledgers, 3).expect("a plan").cut, 8);
+    }
+
+    /// A broadcast's root has what all the others lack, and a barrier has nothing that anybody could lack.
+    #[test]
+    fn what_needs_no_dead_rank_completes_without_it() {
+        let entry = |first, desc| OpEntry { first, end: first + 1, desc, moves: desc != OpDesc::barrier() };
+        let broadcast = entry(0, OpDesc::broadcast(Dtype::F32, Rank(2), 1));
+        let ledger = |is_root: bool| {
+            let mut ledger = Ledger::new(0);
+            ledger.push(broadcast, 0, |_| Class { needs: !is_root, holds: is_root, gives: true });
+            ledger.push(entry(1, OpDesc::barrier()), 1, |_| Class { gives: true, ..Class::default() });
+            ledger
+        };
+        let live: Ledgers = [(Rank(1), ledger(false)), (Rank(2), ledger(true))].into();
+        let plan = super::plan(&live, 3).expect("a plan");
+        assert_eq!((plan.cut, plan.pieces.len(), plan.pieces[0].source), (2, 1, Source::Held(Rank(2))));
+        // Its root is dead.
+        let live: Ledgers = [(Rank(0), ledger(false)), (Rank(1), ledger(false))].into();
+        assert_eq!(super::plan(&live, 3).expect("a plan").cut, 0);
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! What is left of a tree at this rank, however it was attached.
 
 use super::ledger::{Class, Ledger, OpEntry};
-use crate::endpoint::{Buffers, Keep, Kept, Op, Ops};
+use crate::endpoint::{Buffers, Keep, Kept, Op, OpId, Ops};
+use std::ops::Range;
 
 /// A rank's side of a group that is over: it takes in nothing more, and nobody writes to its buffers any more.
 pub(crate) trait Remains {
@@ -100,4 +101,61 @@ pub(crate) fn land(remains: &dyn Remains, seq: u64, result: &[u8], buffers: &mut
 pub(crate) fn result_lens(remains: &dyn Remains, entry: &OpEntry) -> impl Fn(u64) -> usize + use<> {
     let op = remains.ops().describe(entry.desc, (entry.first, entry.end));
     move |seq| op.result_len(seq)
+}
+
+/// Chunks that a repair has landed, beside what was there.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Landed(Vec<Range<u64>>);
+
+impl Landed {
+    /// Note that chunks have landed.
+    pub(crate) fn note(&mut self, seqs: Range<u64>) {
+        match self.0.last_mut() {
+            Some(last) if last.end == seqs.start => last.end = seqs.end,
+            _ => self.0.push(seqs),
+        }
+    }
+
+    /// Describe a rank that has these, too.
+    pub(crate) const fn over<'r>(&'r self, remains: &'r dyn Remains) -> Over<'r> {
+        Over { remains, landed: self }
+    }
+}
+
+/// What is left of a tree, with what a repair has landed.
+#[derive(Clone, Copy)]
+pub(crate) struct Over<'r> {
+    remains: &'r dyn Remains,
+    landed: &'r Landed,
+}
+
+impl Remains for Over<'_> {
+    fn ops(&self) -> &Ops {
+        self.remains.ops()
+    }
+
+    fn is_answered(&self, seq: u64) -> bool {
+        self.remains.is_answered(seq) || self.landed.0.iter().any(|seqs| seqs.contains(&seq))
+    }
+
+    fn published(&self, seq: u64, result: &mut [u8]) -> bool {
+        self.remains.published(seq, result)
+    }
+}
+
+/// Return which elements of the output of an operation in flight are results by now, as runs in rising order; all others
+/// are as they were.
+pub(crate) fn fresh(remains: &dyn Remains, op: OpId) -> Vec<Range<u64>> {
+    let Some(op) = remains.ops().in_flight().find(|other| other.id == op) else { return Vec::new() };
+    let mut runs: Vec<Range<u64>> = Vec::new();
+    for seq in (op.first()..op.end()).filter(|&seq| remains.is_answered(seq)) {
+        let Some(landing) = op.part(seq).takes else { continue };
+        let element = op.desc.element_bytes().max(1);
+        let (start, len) = ((landing.at / element) as u64, (landing.part.len() / element) as u64);
+        match runs.last_mut() {
+            Some(last) if last.end == start => last.end += len,
+            _ => runs.push(start..start + len),
+        }
+    }
+    runs
 }

@@ -234,7 +234,8 @@ impl Group {
         let ops = self.members[0].endpoint.ops();
         let ranks = self.members.len() as u32;
         assert!(ledgers.iter().all(|ledger| ledger.is_sound(ranks, |desc| ops.chunks(desc))));
-        let plan = plan(&ledgers).expect("everything is somewhere");
+        let ledgers = (0..).map(Rank).zip(ledgers).collect();
+        let plan = plan(&ledgers, ranks).expect("everything is somewhere");
         let (mut given, mut again) = (0, 0);
         for piece in &plan.pieces {
             let len_of = result_lens(&self.members[0].endpoint, &piece.op);

@@ -362,7 +362,7 @@ fn sessions_hear_of_a_lost_tree_and_get_another_one() {
         .map(|rank| {
             let told = told.clone();
             let told = move |notice| {
-                if notice != Notice::Withdrawn {
+                if !matches!(notice, Notice::Withdrawn | Notice::ControllerLost) {
                     told.send((rank, notice)).expect("somebody listens");
                 }
                 None

@@ -79,7 +79,7 @@ fn lacking(desc: OpDesc) -> Ledger {
 }
 
 fn pieces(left: &Left, desc: OpDesc) -> Vec<Piece> {
-    plan(&[ledger(left), lacking(desc)]).map(|plan| plan.pieces).unwrap_or_default()
+    plan(&[(Rank(0), ledger(left)), (Rank(1), lacking(desc))].into(), 2).map(|plan| plan.pieces).unwrap_or_default()
 }
 
 /// A leaf whose only rank broadcasts has no result in its redo slots, and a rank below another leaf may lack it.

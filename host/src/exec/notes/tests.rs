@@ -1,0 +1,76 @@
+//! Notes between ranks of one process.
+
+use super::*;
+use std::net::Ipv4Addr;
+use std::sync::mpsc::{Receiver, channel};
+
+const LONG: Duration = Duration::from_secs(20);
+
+fn listeners(ranks: usize) -> (Vec<TcpListener>, Vec<SocketAddr>) {
+    let bind = |_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a listener");
+    let listeners: Vec<TcpListener> = (0..ranks).map(bind).collect();
+    let addresses = listeners.iter().map(|listener| listener.local_addr().expect("bound")).collect();
+    (listeners, addresses)
+}
+
+fn start(rank: u32, listener: TcpListener, addresses: &[SocketAddr]) -> (Notes, Receiver<Heard>) {
+    let (to, heard) = channel();
+    let on_heard = move |what| {
+        let answer = matches!(&what, Heard::Note(_, note) if note == b"and you?").then(|| b"fine".to_vec());
+        // The test may be over.
+        let _ = to.send(what);
+        answer
+    };
+    let own = (Rank(rank), JobToken(5), 1 << 20);
+    (Notes::start(own, listener, addresses.to_vec(), on_heard).expect("a thread"), heard)
+}
+
+#[test]
+fn notes_come_in_order_and_are_answered() {
+    let (listeners, addresses) = listeners(2);
+    let mut ends = (0..).zip(listeners).map(|(rank, listener)| start(rank, listener, &addresses));
+    let ((a, at_a), (b, at_b)) = (ends.next().expect("two"), ends.next().expect("two"));
+    let long = vec![7; 1 << 20];
+    a.sender().send(Rank(1), long.clone());
+    a.sender().send(Rank(1), b"and you?".to_vec());
+    assert_eq!(at_b.recv_timeout(LONG), Ok(Heard::Note(Rank(0), long)));
+    assert_eq!(at_b.recv_timeout(LONG), Ok(Heard::Note(Rank(0), b"and you?".to_vec())));
+    assert_eq!(at_a.recv_timeout(LONG), Ok(Heard::Note(Rank(1), b"fine".to_vec())));
+    // What was said last arrives, also if the one who said it has gone.
+    b.sender().send(Rank(0), b"bye".to_vec());
+    drop(b);
+    assert_eq!(at_a.recv_timeout(LONG), Ok(Heard::Note(Rank(1), b"bye".to_vec())));
+    a.sender().watch([Rank(1)]);
+    assert_eq!(at_a.recv_timeout(LONG), Ok(Heard::Gone(Rank(1))));
+}
+
+#[test]
+fn who_listens_and_says_nothing_is_silent() {
+    let (mut listeners, addresses) = listeners(2);
+    let stopped = listeners.pop();
+    let (a, at_a) = start(0, listeners.remove(0), &addresses);
+    let began = Instant::now();
+    a.sender().watch([Rank(1)]);
+    assert_eq!(at_a.recv_timeout(LONG), Ok(Heard::Silent(Rank(1))));
+    assert!(began.elapsed() >= SILENCE);
+    drop(stopped);
+}
+
+#[test]
+fn strangers_are_not_heard() {
+    let (mut listeners, addresses) = listeners(2);
+    let (_a, at_a) = start(0, listeners.remove(0), &addresses);
+    let note = |token, from: u32, to: u32| {
+        let mut stream = TcpStream::connect(addresses[0]).expect("it listens");
+        let mut bytes = hello(JobToken(token), Rank(from), Rank(to)).to_vec();
+        bytes.extend([2, 0, 0, 0, b'h', b'i']);
+        stream.write_all(&bytes).expect("it listens");
+        stream.shutdown(Shutdown::Write).expect("connected");
+        // It hangs up.
+        stream.read(&mut [0; 1]).map_or(0, |n| n)
+    };
+    assert_eq!([note(6, 1, 0), note(5, 2, 0), note(5, 0, 0), note(5, 1, 1)], [0; 4]);
+    note(5, 1, 0);
+    assert_eq!(at_a.recv_timeout(LONG), Ok(Heard::Note(Rank(1), b"hi".to_vec())));
+    assert!(at_a.try_recv().is_err());
+}
