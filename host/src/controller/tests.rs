@@ -3,8 +3,9 @@
 mod offers;
 mod replan;
 
-use super::proto::{Attach, Membership, TreeMembership};
+use super::proto::{Attach, Membership, Terms, TreeMembership};
 use super::*;
+use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use sumac_hal::ctrl::{
@@ -13,6 +14,9 @@ use sumac_hal::ctrl::{
 };
 use sumac_hal::ids::{BootId, ChildIndex, GroupId};
 use sumac_hal::port::Addr;
+
+/// Devices so far: each is a life of its own.
+static LIVES: AtomicU64 = AtomicU64::new(1);
 
 const HERE: &str = "here";
 
@@ -111,7 +115,7 @@ impl Device {
 fn announce(name: &str, shards: u16, bus: Option<Bus>) -> Announce {
     Announce {
         name: text(name),
-        boot_id: BootId(1),
+        boot_id: BootId(LIVES.fetch_add(1, Ordering::Relaxed)),
         capabilities: DeviceCapabilities {
             max_packet_len_bytes: PACKET_LEN,
             receive_buffer_bytes: 8 * PACKET_LEN,
@@ -166,6 +170,7 @@ fn join_in(
                 max_packet_len_bytes: PACKET_LEN,
                 attach,
                 machine: machine.map(text),
+                terms: Terms::default(),
             };
             thread::spawn(move || Session::join(addr, request, GREETING_TIMEOUT, |_| None))
         })
