@@ -1,6 +1,8 @@
 //! A controller, devices that answer as they are told, and ranks that join: who contributes by reference.
 
+mod leases;
 mod offers;
+mod quotas;
 mod replan;
 
 use super::proto::{Attach, Membership, Terms, TreeMembership};
@@ -37,6 +39,15 @@ struct Device {
     stream: TcpStream,
 }
 
+/// What a device says.
+enum Reply {
+    /// What is asked for is done.
+    Yes,
+    With(Response),
+    /// Nothing, now and later.
+    NoneAnyMore,
+}
+
 impl Device {
     fn start(controller: &Controller, name: &str, bus: Option<Bus>, refusal: Option<Refusal>) -> Self {
         Self::with_shards(controller, name, 1, bus, refusal)
@@ -49,20 +60,21 @@ impl Device {
         bus: Option<Bus>,
         refusal: Option<Refusal>,
     ) -> Self {
-        Self::serve(controller, announce(name, shards, bus), refusal, |_| false)
+        Self::serve(controller, announce(name, shards, bus), move |request| match (request, refusal) {
+            (Request::CreateGroup(config), Some(refusal)) if !config.by_reference.is_empty() => {
+                Reply::With(Response::Refused(refusal))
+            }
+            _ => Reply::Yes,
+        })
     }
 
     /// A device that answers nothing more from the first request on that `stops_at` says.
     fn that_stops(controller: &Controller, name: &str, stops_at: fn(&Request) -> bool) -> Self {
-        Self::serve(controller, announce(name, 1, None), None, stops_at)
+        let stops = move |request: &Request| if stops_at(request) { Reply::NoneAnyMore } else { Reply::Yes };
+        Self::serve(controller, announce(name, 1, None), stops)
     }
 
-    fn serve(
-        controller: &Controller,
-        announce: Announce,
-        refusal: Option<Refusal>,
-        stops_at: fn(&Request) -> bool,
-    ) -> Self {
+    fn serve(controller: &Controller, announce: Announce, answer: impl Fn(&Request) -> Reply + Send + 'static) -> Self {
         let mut stream = TcpStream::connect(controller.local_addr()).expect("a controller");
         send(&mut stream, &Greeting::Device(announce.clone())).expect("it listens");
         let (created, groups) = channel();
@@ -75,29 +87,30 @@ impl Device {
             let mut silent = false;
             // Until the controller ends.
             while let Ok(Envelope { id, message }) = reader.recv::<Envelope<Request>>() {
-                if silent || stops_at(&message) {
-                    silent = true;
-                    let _ = stops.send(message);
-                    continue;
-                }
+                let reply = if silent { Reply::NoneAnyMore } else { answer(&message) };
                 let message = match message {
+                    message if matches!(reply, Reply::NoneAnyMore) => {
+                        silent = true;
+                        let _ = stops.send(message);
+                        continue;
+                    }
                     Request::Hello => {
                         let _ = welcomed.send(());
                         Response::Hello(announce.clone())
                     }
-                    Request::CreateGroup(config) => match refusal {
-                        Some(refusal) if !config.by_reference.is_empty() => Response::Refused(refusal),
-                        _ => {
+                    Request::CreateGroup(config) => {
+                        if matches!(reply, Reply::Yes) {
                             let _ = created.send(config);
-                            Response::Done
                         }
-                    },
+                        Response::Done
+                    }
                     Request::ReleaseGroup(group) => {
                         let _ = freed.send(group);
                         Response::Done
                     }
                     _ => Response::Done,
                 };
+                let message = if let Reply::With(other) = reply { other } else { message };
                 if send(&mut stream, &Envelope { id, message }).is_err() {
                     return;
                 }

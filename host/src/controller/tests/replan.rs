@@ -7,7 +7,7 @@ use std::time::Instant;
 use sumac_hal::ids::Epoch;
 
 /// Longer than anything here takes, and shorter than a controller waits for a device.
-const SOON: Duration = Duration::from_secs(4);
+pub(super) const SOON: Duration = Duration::from_secs(4);
 
 /// One rank's end of its connection, each message by hand.
 pub(super) struct Raw {
@@ -17,13 +17,17 @@ pub(super) struct Raw {
 
 impl Raw {
     fn join(controller: &Controller, rank: u32, world: u32, devices: &[&str]) -> Self {
+        Self::join_with(controller, request(rank, world), devices)
+    }
+
+    pub(super) fn join_with(controller: &Controller, request: JoinRequest, devices: &[&str]) -> Self {
         let mut stream = TcpStream::connect(controller.local_addr()).expect("a controller");
         stream.set_read_timeout(Some(SOON)).expect("a socket");
         let reader = FrameReader::new(stream.try_clone().expect("a file"));
         send(&mut stream, &Greeting::Client).expect("it listens");
         let mut raw = Self { stream, reader };
         let devices = devices.iter().map(|&device| device.to_owned()).collect();
-        raw.say(ClientRequest::JoinOn { request: request(rank, world), devices });
+        raw.say(ClientRequest::JoinOn { request, devices });
         raw
     }
 
@@ -31,33 +35,39 @@ impl Raw {
         send(&mut self.stream, &request).expect("it listens");
     }
 
-    /// Return what is said next, but offers: a device that comes may be one for a job without a tree.
-    fn hear(&mut self) -> ClientReply {
+    /// Return what is said next, but offers and places in the queue: a device that comes may be one for a job without a
+    /// tree.
+    pub(super) fn hear(&mut self) -> ClientReply {
         loop {
             match self.hear_all() {
-                ClientReply::Offer { .. } => {}
+                ClientReply::Offer { .. } | ClientReply::Queued(_) => {}
                 reply => return reply,
             }
         }
+    }
+
+    /// Wait longer from now on than for a device that does not answer.
+    pub(super) fn patient(&mut self) {
+        self.stream.set_read_timeout(Some(2 * GREETING_TIMEOUT)).expect("a socket");
     }
 
     pub(super) fn hear_all(&mut self) -> ClientReply {
         self.reader.recv().expect("an answer")
     }
 
-    fn joined(&mut self) -> Membership {
+    pub(super) fn joined(&mut self) -> Membership {
         let ClientReply::Joined(membership) = self.hear() else { panic!("all have joined") };
         *membership
     }
 
-    fn replanned(&mut self) -> (u32, Membership) {
+    pub(super) fn replanned(&mut self) -> (u32, Membership) {
         let reply = self.hear();
         let ClientReply::Replanned { view, membership } = reply else { panic!("all have asked: {reply:?}") };
         (view, *membership)
     }
 
     /// Return the view that another tree was refused for, and why.
-    fn refused(&mut self) -> (u32, String) {
+    pub(super) fn refused(&mut self) -> (u32, String) {
         let reply = self.hear();
         let ClientReply::NotReplanned { view, reason } = reply else { panic!("refused: {reply:?}") };
         (view, reason)
@@ -72,7 +82,7 @@ impl Raw {
     }
 }
 
-fn request(rank: u32, world: u32) -> JoinRequest {
+pub(super) fn request(rank: u32, world: u32) -> JoinRequest {
     JoinRequest {
         job: "job".into(),
         rank: Rank(rank),
@@ -114,12 +124,12 @@ pub(super) fn why(membership: &Membership) -> &str {
     membership.tree.as_ref().expect_err("no tree")
 }
 
-fn released(device: &Device) -> GroupId {
+pub(super) fn released(device: &Device) -> GroupId {
     device.released.recv_timeout(GREETING_TIMEOUT).expect("an order")
 }
 
 /// End a device, and wait until the controller knows.
-fn end(device: Device, controller: &Controller) {
+pub(super) fn end(device: Device, controller: &Controller) {
     let devices = || status(controller.local_addr()).expect("a report").devices.len();
     let before = devices();
     hang_up(&device.stream);
