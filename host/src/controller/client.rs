@@ -333,8 +333,9 @@ fn watch(
             say(&answer);
         }
     }
-    // Nobody says where to move any more.
+    // Nobody says where to move any more, and there is no queue.
     on_notice(Notice::Withdrawn);
+    on_notice(Notice::Queued(None));
 }
 
 impl Drop for Session {

@@ -313,7 +313,7 @@ fn serve_connection(shared: &Shared, stream: TcpStream) -> Result<(), StreamErro
             // Welcomes it: the device knows then that it is registered.
             let welcome = session.hello();
             let ended = welcome.and_then(|()| session.read_responses(&mut reader));
-            shared.lock().remove_device(&session);
+            shared.lock().remove_device(&shared.config, &session);
             tracing::info!(device = session.name(), "device gone");
             ended
         }

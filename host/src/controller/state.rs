@@ -181,6 +181,8 @@ pub(super) struct State {
     /// Devices that have refused what the books leave of them, and the slots that they counted: groups live there that this
     /// controller does not know.
     crowded: BTreeMap<DeviceKey, u32>,
+    /// Devices that did not answer when a tree was to be made: jobs may do without them meanwhile.
+    silent: BTreeSet<DeviceKey>,
 }
 
 /// The next group and its epoch, as one number: the epoch's term above the group. It counts groups, from a place that
@@ -217,6 +219,7 @@ impl State {
             ready: VecDeque::new(),
             wake,
             crowded: BTreeMap::new(),
+            silent: BTreeSet::new(),
         }
     }
 
@@ -232,10 +235,11 @@ impl State {
         true
     }
 
-    pub(super) fn remove_device(&mut self, session: &Arc<DeviceSession>) {
+    pub(super) fn remove_device(&mut self, config: &ControllerConfig, session: &Arc<DeviceSession>) {
         if self.devices.get(session.name()).is_some_and(|known| Arc::ptr_eq(known, session)) {
             self.devices.remove(session.name());
             self.books.close(&session.key());
+            self.reconsider(config);
         }
     }
 

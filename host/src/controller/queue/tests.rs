@@ -126,12 +126,12 @@ fn the_tenant_with_the_smallest_share_is_first_and_within_one_who_came_first() {
     let mut small = Small::new(Quotas::default());
     small.arrive(1, "much", &[0], 6);
     small.arrive(2, "little", &[0], 4);
-    for (number, tenant) in [(3, "much"), (4, "much"), (5, "little"), (6, "none"), (7, "none")] {
+    for (number, tenant) in [(3, "much"), (4, "much"), (5, "little"), (6, "none"), (7, "none"), (8, "none")] {
         small.arrive(number, tenant, &[0], 3);
     }
     // In slots of 30: much has 6, little 4, none 0; each further job adds 3.
-    assert_eq!(small.order(), ["6", "7", "5", "3", "4"]);
-    assert_eq!(small.queue.place("5", &small.books), Some(QueuePlace { position: 3, of: 5 }));
+    assert_eq!(small.order(), ["6", "7", "5", "3", "8", "4"]);
+    assert_eq!(small.queue.place("5", &small.books), Some(QueuePlace { position: 3, of: 6 }));
     assert_eq!(small.queue.place("1", &small.books), None);
     // Now nobody but little holds anything; who came first is first.
     assert_eq!(small.end_job(1), ["3", "6"]);

@@ -12,6 +12,7 @@ use crate::controller::ControllerConfig;
 use crate::controller::books::DeviceKey;
 use crate::controller::device::{Asked, DeviceError, DeviceSession, answer_due};
 use crate::controller::proto::ClientReply;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use sumac_hal::ctrl::{Refusal, Request};
 use sumac_hal::ids::GroupId;
@@ -87,6 +88,14 @@ impl State {
             } else {
                 *known = slots_used;
             }
+        }
+        let were_silent = std::mem::take(&mut self.silent);
+        let is_silent = |key: &DeviceKey| self.session(key).is_some_and(|device| !device.answers());
+        let (silent, others): (_, BTreeSet<_>) = were_silent.into_iter().partition(is_silent);
+        self.silent = silent;
+        if !others.is_empty() {
+            self.books.touch();
+            self.reconsider(config);
         }
         self.pump(config);
     }

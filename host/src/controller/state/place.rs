@@ -283,7 +283,10 @@ impl State {
         let refused = format!("device {}: {error}", device.name());
         let refusal = match error {
             DeviceError::Refused(refusal) => refusal,
-            DeviceError::Gone if draft.tries + 1 < TRIES_MAX => return Err(Again::Seek),
+            DeviceError::Gone if draft.tries + 1 < TRIES_MAX => {
+                self.silent.insert(device.key());
+                return Err(Again::Seek);
+            }
             _ => return Err(Again::Without(NoTree::for_good(refused))),
         };
         if matches!(refusal, Refusal::NoBus(_) | Refusal::NoRedoMemory { .. }) && is_by_reference {

@@ -56,19 +56,19 @@ impl State {
             Ok(placement) => Some((Scope::Devices, placement.least())),
             Err(none) => none.wait,
         };
-        let moves = job.members.values().all(|member| member.request.terms.moves);
+        let moves = job.members.values().all(|member| member.request.terms.moves) || job.waits_until.is_some();
         let Some((scope, wanted)) = wait.filter(|_| moves) else { return self.leave_queue(name) };
         let (tenant, ticket) = (job.tenant().to_owned(), self.queue.ticket());
         let (standing, tried) = (Standing::Waits, Some(self.books.version()));
         self.queue.enter(name, Waiting { tenant, ticket, passes: 0, scope, wanted, standing, tried });
     }
 
-    /// A device has come: jobs that could not have a tree may have one.
+    /// A device has come or gone: jobs that could not have a tree may have one, or the other way round.
     pub(super) fn reconsider(&mut self, config: &ControllerConfig) {
-        let without = self.jobs.iter().filter(|(_, job)| job.can_move());
+        let without = self.jobs.iter().filter(|(_, job)| job.can_move() || job.waits_until.is_some());
         let names: Vec<String> = without.map(|(name, _)| name.clone()).collect();
         for name in names {
-            if self.queue.get(&name).is_none() {
+            if self.queue.get(&name).is_none_or(|entry| entry.standing == Standing::Waits) {
                 self.enter_queue(config, &name);
             }
             if let Some(entry) = self.queue.get_mut(&name) {
