@@ -4,8 +4,10 @@
 mod common;
 
 use common::{Cluster, by_packets, plain};
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use sumac::choice::CostTable;
@@ -13,6 +15,11 @@ use sumac::controller::proto::{JobStatus, QueuePlace};
 use sumac::controller::{Controller, ControllerConfig, Quota, Quotas, status};
 use sumac::{Algo, Communicator, Dtype, JoinConfig, OpDesc, Outcome, Path, ReduceOp};
 use sumac_firmware::emulated::{Board, BoardConfig, BusConfig};
+use sumac_hal::ctrl::{
+    Announce, Bus, DeviceCapabilities, Envelope, FrameReader, Greeting, Name, Request, Response, send,
+};
+use sumac_hal::ids::BootId;
+use sumac_hal::port::Addr;
 
 /// How long anything here may take.
 const SOON: Duration = Duration::from_secs(30);
@@ -216,4 +223,102 @@ fn a_job_whose_ranks_die_gives_everything_back() {
     let cluster = one_group(Quotas::default(), Duration::from_secs(30));
     cluster.run("dies", 2, plain, |comm| drop(add(&comm, 0)));
     assert_all_is_free(&cluster);
+}
+
+/// A device that says yes to everything and names a bus on this machine that nobody listens on. Returns how many groups
+/// it has been told to release; it ends with the controller.
+fn unreachable(controller: SocketAddr, name: &str) -> Arc<AtomicU32> {
+    let short = |text: &str| Name::try_from(text).expect("short");
+    let machine = sumac_hal::shm::machine().expect("this machine has a name");
+    let announce = Announce {
+        name: short(name),
+        boot_id: BootId(99),
+        capabilities: DeviceCapabilities {
+            max_packet_len_bytes: 60_000,
+            receive_buffer_bytes: 1 << 20,
+            groups: 4,
+            children: 8,
+            slots: 1024,
+            slot_memory_bytes: 1 << 30,
+            dtypes: u32::MAX,
+            ops: u32::MAX,
+            collectives: u32::MAX,
+        },
+        data_addrs: [Addr::Udp(SocketAddr::from(([127, 0, 0, 1], 9)))].into_iter().collect(),
+        bus: Some(Bus { machine, socket: short("nobody-listens-here"), redo_memory_bytes: 1 << 30 }),
+    };
+    let mut stream = TcpStream::connect(controller).expect("a controller");
+    send(&mut stream, &Greeting::Device(announce.clone())).expect("it listens");
+    let released = Arc::new(AtomicU32::new(0));
+    let told = Arc::clone(&released);
+    let (welcomed, welcome) = channel();
+    thread::spawn(move || {
+        let mut reader = FrameReader::new(stream.try_clone().expect("a file"));
+        while let Ok(Envelope { id, message }) = reader.recv::<Envelope<Request>>() {
+            let message = match message {
+                Request::Hello => {
+                    welcomed.send(()).expect("somebody waits");
+                    Response::Hello(announce.clone())
+                }
+                Request::ReleaseGroup(_) => {
+                    told.fetch_add(1, Ordering::SeqCst);
+                    Response::Done
+                }
+                _ => Response::Done,
+            };
+            if send(&mut stream, &Envelope { id, message }).is_err() {
+                return;
+            }
+        }
+    });
+    welcome.recv_timeout(SOON).expect("it is registered");
+    released
+}
+
+/// A device dies, and the other one can't be attached to: its group is given back, the job counts as without a tree, and it
+/// is offered the first device, when that comes back, but never the other.
+#[test]
+fn a_tree_that_ranks_cannot_attach_to_is_given_back_and_not_offered_again() {
+    let mut cluster = one_group(Quotas::default(), Duration::from_secs(30));
+    let controller = cluster.controller.local_addr();
+    let board_here = Mutex::new(cluster.boards.pop());
+    // Behind the other one by name.
+    let released = unreachable(controller, "unreachable");
+    let begun = AtomicU32::new(0);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            wait_for("nobody begins", || begun.load(Ordering::SeqCst) == 2);
+            drop(board_here.lock().expect("nobody panicked").take());
+            wait_for("what is declined is not freed", || released.load(Ordering::SeqCst) == 1);
+            wait_for("the job still has it", || {
+                let job = job(&cluster, "job").expect("it runs");
+                let why = job.tree.expect("running").err().unwrap_or_default();
+                why.contains("declined its tree: attach to device unreachable over shared memory")
+            });
+            *board_here.lock().expect("nobody panicked") = Some(board(controller, 1));
+        });
+        cluster.run("job", 2, plain, |comm| {
+            let mut op = 0;
+            until(&comm, &mut op, Path::Tree);
+            comm.barrier().expect("all are there");
+            begun.fetch_add(1, Ordering::SeqCst);
+            let mut whys = Vec::new();
+            let give_up = Instant::now() + SOON;
+            // Until a tree was lost and another one found.
+            loop {
+                assert!(Instant::now() < give_up, "no tree any more: {whys:?}");
+                let outcome = add(&comm, op);
+                op += 1;
+                match (outcome.path, whys.is_empty()) {
+                    (Path::Tree, false) => break,
+                    (Path::Tree, true) => {}
+                    _ => whys.extend(outcome.fallback.filter(|why| whys.last() != Some(why))),
+                }
+            }
+            assert!(whys.iter().any(|why| why.contains("the controller's tree was declined: attach to")), "{whys:?}");
+            comm.leave();
+        });
+    });
+    wait_for("the job stays", || job(&cluster, "job").is_none());
+    assert_eq!(released.load(Ordering::SeqCst), 1, "it was not tried again");
 }

@@ -43,9 +43,15 @@ struct Device {
 enum Reply {
     /// What is asked for is done.
     Yes,
-    With(Response),
+    With(Box<Response>),
     /// Nothing, now and later.
     NoneAnyMore,
+}
+
+impl Reply {
+    fn with(response: Response) -> Self {
+        Self::With(Box::new(response))
+    }
 }
 
 impl Device {
@@ -62,7 +68,7 @@ impl Device {
     ) -> Self {
         Self::serve(controller, announce(name, shards, bus), move |request| match (request, refusal) {
             (Request::CreateGroup(config), Some(refusal)) if !config.by_reference.is_empty() => {
-                Reply::With(Response::Refused(refusal))
+                Reply::with(Response::Refused(refusal))
             }
             _ => Reply::Yes,
         })
@@ -110,7 +116,7 @@ impl Device {
                     }
                     _ => Response::Done,
                 };
-                let message = if let Reply::With(other) = reply { other } else { message };
+                let message = if let Reply::With(other) = reply { *other } else { message };
                 if send(&mut stream, &Envelope { id, message }).is_err() {
                     return;
                 }

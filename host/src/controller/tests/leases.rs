@@ -22,7 +22,7 @@ fn a_group_that_one_node_has_freed_is_freed_on_all_and_its_job_told() {
     let expired = Arc::clone(&is_expired);
     let answer = move |request: &Request| match *request {
         Request::RenewGroup(group) if expired.load(Ordering::Relaxed) => {
-            Reply::With(Response::Refused(Refusal::NoGroup(group)))
+            Reply::with(Response::Refused(Refusal::NoGroup(group)))
         }
         _ => Reply::Yes,
     };
@@ -55,11 +55,11 @@ fn what_an_earlier_controller_has_left_is_waited_for() {
     let (used, times) = (Arc::clone(&slots_used), Arc::clone(&asked));
     let answer = move |request: &Request| match request {
         Request::CreateGroup(_) if used.load(Ordering::Relaxed) > 0 => {
-            Reply::With(Response::Refused(Refusal::NoSlots { need: 512 }))
+            Reply::with(Response::Refused(Refusal::NoSlots { need: 512 }))
         }
         Request::Stats => {
             times.fetch_add(1, Ordering::Relaxed);
-            Reply::With(Response::Stats(Stats {
+            Reply::with(Response::Stats(Stats {
                 boot_id: BootId(1),
                 groups: 1,
                 trees: 1,

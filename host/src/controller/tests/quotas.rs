@@ -217,7 +217,7 @@ fn a_node_that_refuses_leaves_nothing_on_the_others() {
             .map(|nth| {
                 let answer = move |request: &Request| match request {
                     Request::CreateGroup(_) if nth == refusing => {
-                        Reply::With(Response::Refused(Refusal::NoSlots { need: 512 }))
+                        Reply::with(Response::Refused(Refusal::NoSlots { need: 512 }))
                     }
                     _ => Reply::Yes,
                 };
