@@ -4,7 +4,7 @@ mod common;
 
 use common::Cluster;
 use std::time::{Duration, Instant};
-use sumac::controller::proto::{JoinRequest, TreeMembership};
+use sumac::controller::proto::{JoinRequest, Terms, TreeMembership};
 use sumac::controller::{Session, status};
 use sumac::{Attach, Collective, Dtype, OpDesc, Order, ReduceOp};
 use sumac_hal::dma::{Address, DmaMemory, RegionKey};
@@ -76,6 +76,7 @@ fn join(cluster: &Cluster, job: &str, rank: u32, world: u32) -> Seat {
         max_packet_len_bytes: 65_000,
         attach: Attach::Shm,
         machine: machine(),
+        terms: Terms::default(),
     };
     let joined = Session::join(cluster.controller.local_addr(), request, LONG, |_| None).expect("join");
     let (session, membership) = joined;

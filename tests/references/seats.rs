@@ -3,7 +3,7 @@
 use crate::common::Cluster;
 use std::thread;
 use std::time::{Duration, Instant};
-use sumac::controller::proto::{JoinRequest, Membership};
+use sumac::controller::proto::{JoinRequest, Membership, Terms};
 use sumac::controller::{Session, status};
 use sumac::plan::Child;
 use sumac::{Attach, Order};
@@ -32,6 +32,7 @@ pub(crate) fn memberships(
             max_packet_len_bytes: 65_000,
             attach,
             machine: machine(),
+            terms: Terms::default(),
         };
         Session::join(cluster.controller.local_addr(), request, LONG, |_| None).expect("join")
     };

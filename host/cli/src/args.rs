@@ -168,6 +168,8 @@ ENVIRONMENT
   SUMAC_PORT        the controller's port [default: 7847] (library, status, selftest)
   SUMAC_JOB         the job's name: ranks of the same name meet [default: default] (library)
   SUMAC_ATTACH      how the rank reaches its leaf device: auto, udp or shm [default: auto] (library)
+  SUMAC_TENANT      on whose account the job runs, where the controller has quotas [default: default] (library)
+  SUMAC_WAIT_FOR_TREE  seconds that joining waits in the controller's queue for a tree [default: 0] (library)
   SUMAC_CARDS       where flash keeps what each card has had [default: /var/lib/sumac/cards]
   SUMAC_LOG         log filter, as in `debug` or `sumac::controller=trace`; wins over -v
 

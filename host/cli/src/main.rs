@@ -32,6 +32,7 @@ mod options;
 mod pattern;
 mod perf;
 mod plan;
+mod quota;
 mod selftest;
 mod server;
 mod size;

@@ -3,6 +3,7 @@
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use std::fmt;
 use std::str::FromStr;
+use sumac::controller::proto::{BadTenant, check_tenant};
 use sumac_hal::ctrl::Order;
 use sumac_hal::dma::Profile;
 use sumac_hal::op::{Collective, Dtype, ReduceOp};
@@ -17,6 +18,11 @@ pub(crate) fn algo_parser() -> impl TypedValueParser<Value = Algo> {
 /// Accept the name of a way to reach a leaf device.
 pub(crate) fn attach_parser() -> impl TypedValueParser<Value = Attach> {
     PossibleValuesParser::new(Attach::ALL.map(Attach::name)).try_map(|name| Attach::from_str(&name))
+}
+
+/// Accept a tenant's name.
+pub(crate) fn tenant(name: &str) -> Result<String, BadTenant> {
+    check_tenant(name).map(|()| name.to_owned())
 }
 
 /// Accept the name of a DMA engine's profile.

@@ -6,6 +6,7 @@
 use crate::cluster::{LISTENING, READY};
 use crate::exit::Failure;
 use crate::options;
+use crate::quota::{self, TenantQuota};
 use anyhow::{Context, anyhow};
 use clap::Args;
 use clap::builder::RangedU64ValueParser;
@@ -39,6 +40,14 @@ pub(crate) struct ControllerArgs {
     /// limited, `collective`, `min_bytes`, `max_bytes`; the first that fits counts
     #[arg(long, value_name = "FILE")]
     overrides: Option<PathBuf>,
+    /// What a tenant's jobs may hold: at most so many groups (jobs with a tree) at a time, and of each device so many
+    /// slots and bytes of memory, in each of its shards; what is not named has no limit. `*` is every tenant that is not
+    /// named. Give it once a tenant
+    #[arg(long = "quota", value_name = "TENANT=groups:N,slots:N,memory:SIZE")]
+    quotas: Vec<TenantQuota>,
+    /// How long a group lives at a device without a packet of its job or a renewal by the controller, in seconds
+    #[arg(long = "lease", value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    lease_s: u64,
     /// Take the tree where there is one, whatever it costs
     #[arg(long, hide = true, conflicts_with = "overrides")]
     prefer_tree: bool,
@@ -106,6 +115,8 @@ pub(crate) fn run_controller(args: &ControllerArgs) -> Result<(), Failure> {
     } else if args.prefer_tree {
         config.table = config.table.with_overrides(TREE_OVERRIDE).map_err(Failure::input)?;
     }
+    config.lease = Duration::from_secs(args.lease_s);
+    config.quotas = quota::all(&args.quotas).map_err(Failure::Input)?;
     let controller = Controller::start(config).map_err(Failure::input)?;
     announce(&format!("{LISTENING}{}", controller.local_addr()))?;
     wait(signals);

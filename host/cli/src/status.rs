@@ -4,7 +4,7 @@ use crate::address::ControllerAddress;
 use crate::exit::Failure;
 use clap::Args;
 use std::io::{self, Write};
-use sumac::controller::proto::{DeviceStatus, JobStatus, StatusReport};
+use sumac::controller::proto::{DeviceStatus, JobStatus, StatusReport, TenantStatus};
 use sumac::controller::status;
 use sumac_hal::ctrl::Bus;
 
@@ -42,8 +42,25 @@ fn write_report(out: &mut impl Write, report: &StatusReport) -> io::Result<()> {
     }
     writeln!(out, "devices  {}", report.devices.len())?;
     report.devices.iter().try_for_each(|device| write_device(out, device))?;
+    writeln!(out, "tenants  {}", report.tenants.len())?;
+    report.tenants.iter().try_for_each(|tenant| write_tenant(out, tenant))?;
     writeln!(out, "jobs     {}", report.jobs.len())?;
     report.jobs.iter().try_for_each(|job| write_job(out, job))
+}
+
+fn write_tenant(out: &mut impl Write, tenant: &TenantStatus) -> io::Result<()> {
+    let of = |held: u64, limit: Option<u64>| match limit {
+        Some(limit) => format!("{held}/{limit}"),
+        None => held.to_string(),
+    };
+    let TenantStatus { name, groups, slots, memory_bytes, quota } = tenant;
+    writeln!(
+        out,
+        "  {name}  groups {}  most slots of a device {}  most bytes of one {}",
+        of(*groups, quota.groups),
+        of(*slots, quota.slots),
+        of(*memory_bytes, quota.memory_bytes)
+    )
 }
 
 fn write_device(out: &mut impl Write, device: &DeviceStatus) -> io::Result<()> {
@@ -77,7 +94,11 @@ fn describe_bus(bus: Option<&Bus>) -> String {
 }
 
 fn write_job(out: &mut impl Write, job: &JobStatus) -> io::Result<()> {
-    let state = if job.running { "running" } else { "waiting for ranks" };
+    let state = match (job.running, job.joined < job.world) {
+        (true, _) => "running",
+        (false, true) => "waiting for ranks",
+        (false, false) => "waiting for a tree",
+    };
     let tree = match &job.tree {
         None => String::new(),
         Some(Ok(tree)) => format!(
@@ -92,13 +113,20 @@ fn write_job(out: &mut impl Write, job: &JobStatus) -> io::Result<()> {
     };
     // Most jobs keep the tree that they begin with.
     let view = if job.view > 0 { format!("  view {}", job.view) } else { String::new() };
-    writeln!(out, "  {}  {state}  ranks {}/{}{view}{tree}", job.name, job.joined, job.world)
+    let queue = match (job.queue, job.is_offered) {
+        (Some(place), _) => format!("  {place}"),
+        (None, true) => "  a tree is offered".to_owned(),
+        (None, false) => String::new(),
+    };
+    let (name, tenant, joined, world) = (&job.name, &job.tenant, job.joined, job.world);
+    writeln!(out, "  {name}  {state}  tenant {tenant}  ranks {joined}/{world}{view}{tree}{queue}")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sumac::controller::proto::JobTree;
+    use sumac::controller::Quota;
+    use sumac::controller::proto::{JobTree, QueuePlace};
     use sumac_hal::ctrl::Name;
     use sumac_hal::ids::GroupId;
 
@@ -111,11 +139,51 @@ mod tests {
     #[test]
     fn a_job_says_how_many_ranks_are_by_reference() {
         let tree = JobTree { group: GroupId(7), levels: 1, devices: vec!["leaf0".into()], by_reference: 3 };
-        let job = JobStatus { name: "j".into(), joined: 4, world: 4, running: true, view: 0, tree: Some(Ok(tree)) };
+        let job = JobStatus { tree: Some(Ok(tree)), ..job() };
         let text = written(&job);
         assert!(text.ends_with("ranks 4/4  group 7 on 1 levels: leaf0  3 of 4 ranks by reference\n"), "{text}");
         let text = written(&JobStatus { view: 2, ..job });
         assert!(text.contains("ranks 4/4  view 2  group 7"), "{text}");
+    }
+
+    fn job() -> JobStatus {
+        JobStatus {
+            name: "j".into(),
+            tenant: "t".into(),
+            joined: 4,
+            world: 4,
+            running: true,
+            view: 0,
+            tree: None,
+            queue: None,
+            is_offered: false,
+        }
+    }
+
+    #[test]
+    fn a_job_without_a_tree_says_why_and_where_it_stands() {
+        let place = QueuePlace { position: 2, of: 3 };
+        let waits = JobStatus { tree: Some(Err("no slots".into())), queue: Some(place), ..job() };
+        let text = written(&waits);
+        assert!(
+            text.contains("tenant t  ranks 4/4  no tree: no slots  number 2 of 3 in the queue for a tree"),
+            "{text}"
+        );
+        let offered = written(&JobStatus { queue: None, is_offered: true, ..waits });
+        assert!(offered.ends_with("no tree: no slots  a tree is offered\n"), "{offered}");
+        let joining = JobStatus { running: false, queue: Some(place), ..job() };
+        assert!(written(&joining).contains("j  waiting for a tree  "));
+        assert!(written(&JobStatus { joined: 3, ..joining }).contains("j  waiting for ranks  "));
+    }
+
+    #[test]
+    fn a_tenant_says_what_it_holds_of_what_it_may() {
+        let quota = Quota { groups: Some(2), slots: None, memory_bytes: Some(4096) };
+        let tenant = TenantStatus { name: "t".into(), groups: 1, slots: 64, memory_bytes: 1024, quota };
+        let mut text = Vec::new();
+        write_tenant(&mut text, &tenant).expect("memory");
+        let text = String::from_utf8(text).expect("text");
+        assert_eq!(text, "  t  groups 1/2  most slots of a device 64  most bytes of one 1024/4096\n");
     }
 
     #[test]

@@ -15,6 +15,7 @@ use super::{CallOptions, Outcome};
 use crate::choice::{Explanation, Situation, explain};
 use crate::coll::{Buffer, Place, Schedule, pairwise};
 use crate::controller::Session;
+use crate::controller::proto::QueuePlace;
 use crate::endpoint::OpId;
 use crate::exec::{Buffers, ExecError, JobToken, Mesh};
 use crate::reference::{Buffer as RegisteredBuffer, RegisterError, Transfer};
@@ -95,6 +96,8 @@ pub(super) struct Core {
     /// It has ended outside of any call: the next one is the first to say why.
     pub(super) is_untold: bool,
     choices: Choices,
+    /// The place in the queue that they were made in.
+    queue_place: Option<QueuePlace>,
     fallback_told: bool,
 }
 
@@ -143,6 +146,7 @@ impl Core {
             ended: None,
             is_untold: false,
             choices: Choices::default(),
+            queue_place: None,
             fallback_told: false,
         }
     }
@@ -169,7 +173,15 @@ impl Core {
     }
 
     pub(super) fn explain(&self, desc: &OpDesc, options: &CallOptions) -> Explanation {
-        explain(&self.situation, desc, options.algo.unwrap_or(self.config.algo))
+        let algo = options.algo.unwrap_or(self.config.algo);
+        // Why there is no tree changes with the queue, and nothing else does.
+        match (&self.situation.tree, self.lost.queue_place()) {
+            (Err(why), Some(place)) => {
+                let tree = Err(format!("{why}; {place}"));
+                explain(&Situation { tree, ..self.situation.clone() }, desc, algo)
+            }
+            _ => explain(&self.situation, desc, algo),
+        }
     }
 
     /// Run an operation to its end.
@@ -298,6 +310,10 @@ impl Core {
             return Ok((Path::Local, None));
         }
         let algo = options.algo.unwrap_or(self.config.algo);
+        let queue_place = self.lost.queue_place();
+        if std::mem::replace(&mut self.queue_place, queue_place) != queue_place {
+            self.forget_choices();
+        }
         if let Some(chosen) = self.choices.find(desc, algo) {
             return Ok(chosen);
         }

@@ -6,7 +6,9 @@ use super::parley::Parley;
 use super::tree::{Tree, seating};
 use crate::choice::{Algo, Declared, Situation};
 use crate::coll::Place;
-use crate::controller::proto::{Attach, ClientRequest, JoinRequest, TreeMembership, UnknownAttach};
+use crate::controller::proto::{
+    Attach, ClientRequest, DEFAULT_TENANT, JoinRequest, Terms, TreeMembership, UnknownAttach, check_tenant,
+};
 use crate::controller::{ClientError, Notice, Session};
 use crate::endpoint::Endpoint;
 use crate::exec::{JobToken, Mesh, MeshError, TreeDriver};
@@ -51,6 +53,12 @@ pub struct JoinConfig {
     /// ([`Outcome::repaired`](super::Outcome::repaired) says so). The same at all ranks. Without it, the loss of the tree
     /// is the communicator's end.
     pub repair: bool,
+    /// On whose account the job runs, as the controller's quotas name them; the same at all ranks.
+    pub tenant: String,
+    /// How long joining waits, in the controller's queue, for a tree that others hold; the same at all ranks. Afterwards, or
+    /// without waiting by default, the job runs by schedules, and moves to a tree when its turn comes if it may
+    /// [repair](Self::repair).
+    pub wait_for_tree: Duration,
 }
 
 impl JoinConfig {
@@ -70,12 +78,14 @@ impl JoinConfig {
             udp: UdpConfig::default(),
             attach: Attach::Auto,
             repair: true,
+            tenant: DEFAULT_TENANT.to_owned(),
+            wait_for_tree: Duration::ZERO,
         }
     }
 
     /// Describe a rank by the environment, as launchers set it: `RANK`, `WORLD_SIZE`, `MASTER_ADDR` (default
-    /// 127.0.0.1), `SUMAC_PORT` (default [`DEFAULT_PORT`]), `SUMAC_JOB` (default `default`) and `SUMAC_ATTACH` (`auto`,
-    /// `udp` or `shm`; default `auto`).
+    /// 127.0.0.1), `SUMAC_PORT` (default [`DEFAULT_PORT`]), `SUMAC_JOB` (default `default`), `SUMAC_ATTACH` (`auto`,
+    /// `udp` or `shm`; default `auto`), `SUMAC_TENANT` (default `default`) and `SUMAC_WAIT_FOR_TREE` (seconds; default 0).
     ///
     /// # Errors
     /// [`JoinError::Environment`] names the variable that is missing or makes no sense.
@@ -104,7 +114,13 @@ impl JoinConfig {
             Some(value) => value.parse().map_err(|why: UnknownAttach| environment("SUMAC_ATTACH", why.to_string()))?,
             None => Attach::Auto,
         };
-        Ok(Self { attach, ..Self::new(addr, job, rank, world) })
+        let tenant = variable("SUMAC_TENANT").unwrap_or_else(|| DEFAULT_TENANT.to_owned());
+        check_tenant(&tenant).map_err(|why| environment("SUMAC_TENANT", why.to_string()))?;
+        let wait_for_tree = match variable("SUMAC_WAIT_FOR_TREE") {
+            Some(_) => Duration::from_secs(u64::from(number("SUMAC_WAIT_FOR_TREE")?)),
+            None => Duration::ZERO,
+        };
+        Ok(Self { attach, tenant, wait_for_tree, ..Self::new(addr, job, rank, world) })
     }
 }
 
@@ -174,6 +190,11 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         max_packet_len_bytes: u32::try_from(port.capabilities().max_packet_len_bytes).unwrap_or(u32::MAX),
         attach: config.attach,
         machine: (config.attach != Attach::Udp).then(sumac_hal::shm::machine).flatten(),
+        terms: Terms {
+            tenant: config.tenant.clone(),
+            wait_ms: u32::try_from(config.wait_for_tree.as_millis()).unwrap_or(u32::MAX),
+            moves: config.repair,
+        },
     };
     let lost = Arc::new(super::lost::Lost::new(port.waker()));
     let watch = Arc::clone(&lost);
@@ -187,6 +208,7 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
                 Notice::Repair { view } => watch.repair(view),
                 Notice::MoveAt { view, call } => watch.offers.move_at(view, call),
                 Notice::Withdrawn => watch.offers.withdraw(),
+                Notice::Queued(place) => watch.set_queue_place(place),
                 // Without an answer of this rank nobody moves.
                 Notice::Offer { .. } => {}
             }
@@ -194,6 +216,7 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         }
     };
     let (session, membership) = Session::join(config.controller, request, config.join_timeout, on_notice)?;
+    lost.begin_queue(membership.queue);
     let place = Place::new(rank, world).map_err(|error| JoinError::Membership(error.to_string()))?;
     let ranks_here = membership.mesh.iter().filter(|addr| addr.ip() == mesh_addr.ip()).count();
     let token = JobToken(membership.mesh_token);
@@ -224,7 +247,8 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         }
         Err(why) => {
             if world > 1 {
-                tracing::warn!(job = config.job, %rank, %why, "no tree: schedules only");
+                let queue = membership.queue.map(|place| place.to_string());
+                tracing::warn!(job = config.job, %rank, %why, queue, "no tree: schedules only");
             }
             None
         }
@@ -316,10 +340,22 @@ mod tests {
     }
 
     #[test]
+    fn the_environment_says_whose_the_job_is() {
+        let plain = read(&[]).expect("all that is needed");
+        assert_eq!((plain.tenant.as_str(), plain.wait_for_tree), ("default", Duration::ZERO));
+        let told = read(&[("SUMAC_TENANT", "team-a"), ("SUMAC_WAIT_FOR_TREE", "90")]).expect("in their forms");
+        assert_eq!((told.tenant.as_str(), told.wait_for_tree), ("team-a", Duration::from_secs(90)));
+    }
+
+    #[test]
     fn a_variable_that_makes_no_sense_is_named_with_its_value() {
-        for (name, value, known) in
-            [("SUMAC_ATTACH", "rdma", "auto, udp, shm"), ("SUMAC_PORT", "70000", "port"), ("RANK", "first", "number")]
-        {
+        for (name, value, known) in [
+            ("SUMAC_ATTACH", "rdma", "auto, udp, shm"),
+            ("SUMAC_PORT", "70000", "port"),
+            ("RANK", "first", "number"),
+            ("SUMAC_TENANT", "a=b", "letters, digits"),
+            ("SUMAC_WAIT_FOR_TREE", "soon", "number"),
+        ] {
             let error = read(&[(name, value)]).expect_err("refused").to_string();
             assert!(error.contains(name) && error.contains(value) && error.contains(known), "{error}");
         }

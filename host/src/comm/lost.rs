@@ -7,6 +7,7 @@
 use super::core::Core;
 use super::offer::Offers;
 use super::parley::Inbox;
+use crate::controller::proto::QueuePlace;
 use crate::reference;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -27,6 +28,8 @@ pub(super) struct Lost {
     wakers: Mutex<Wakers>,
     /// Where to move, among calls.
     pub(super) offers: Offers,
+    /// The job's place in the queue for a tree, as the controller said last; what it said on joining until it says more.
+    queue: Mutex<Queue>,
     /// Whom to repair if none of its calls does.
     core: OnceLock<Weak<Mutex<Core>>>,
 }
@@ -41,6 +44,13 @@ struct News {
     /// When the first was lost, or when the last view was called.
     since: Option<Instant>,
     is_controller_gone: bool,
+}
+
+/// Where the job stands in the controller's queue.
+#[derive(Debug)]
+struct Queue {
+    place: Option<QueuePlace>,
+    is_told: bool,
 }
 
 /// Who is woken.
@@ -58,7 +68,9 @@ impl Lost {
     pub(super) fn new(waker: Waker) -> Self {
         let (is_set, is_cancelled) = (AtomicBool::new(false), AtomicBool::new(false));
         let wakers = Mutex::new(Wakers { port: Some(waker), reference: None, inbox: None });
+        let queue = Mutex::new(Queue { place: None, is_told: false });
         Self {
+            queue,
             is_set,
             is_cancelled,
             news: Mutex::default(),
@@ -141,6 +153,27 @@ impl Lost {
     /// if no tree is. A communicator at a lower view is to ask for another tree.
     pub(super) fn repair_wanted(&self) -> u32 {
         self.repairs.load(Ordering::Acquire)
+    }
+
+    /// The controller says where the job stands in its queue.
+    pub(super) fn set_queue_place(&self, place: Option<QueuePlace>) {
+        *self.queue() = Queue { place, is_told: true };
+    }
+
+    /// It said so on joining; what it has said since is newer, though it may have been read before.
+    pub(super) fn begin_queue(&self, place: Option<QueuePlace>) {
+        let mut queue = self.queue();
+        if !queue.is_told {
+            queue.place = place;
+        }
+    }
+
+    pub(super) fn queue_place(&self) -> Option<QueuePlace> {
+        self.queue().place
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The controller says that a rank is lost.

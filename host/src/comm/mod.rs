@@ -102,6 +102,7 @@ pub use split::SplitError;
 use self::core::Core;
 use self::lost::Lost;
 use crate::choice::{Algo, Explanation};
+use crate::controller::proto::QueuePlace;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use sumac_hal::op::{OpDesc, Path};
@@ -172,6 +173,11 @@ impl Communicator {
     /// Return the name: the job's, with what it was split off by.
     pub fn name(&self) -> String {
         self.lock().config.job.clone()
+    }
+
+    /// Return the job's place among those that wait for a tree that others hold; `None` if it does not wait.
+    pub fn queue_place(&self) -> Option<QueuePlace> {
+        self.lost.queue_place()
     }
 
     /// Return what ends this communicator from another thread, while a call on it waits.

@@ -1,7 +1,7 @@
 //! Moving to a tree that the controller offers to a job without one, at a call that all ranks agree on.
 //!
 //! ```text
-//!   controller -- Offer ------> all ranks      a device is there that was not
+//!   controller -- Offer ------> all ranks      there is room for the job, which there was not
 //!   each rank  -- Pause(at) --> controller     "I begin no call from number `at` on before I hear more"
 //!   controller -- MoveAt(k) --> all ranks      the greatest of these numbers
 //!              or Withdrawn

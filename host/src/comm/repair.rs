@@ -4,7 +4,7 @@
 use super::change::{Left, Urgent};
 use super::core::Core;
 use super::error::Error;
-use super::join::enter;
+use super::join::{JoinError, enter};
 use super::offer::Turn;
 use super::progress::{Deadline, Lines};
 use super::started::{Owned, Started};
@@ -163,6 +163,12 @@ impl Core {
         let schedule = self.schedule_at(self.place, &desc, path, &buffers)?;
         self.run_schedule((&desc, path), &schedule, buffers, deadline)?;
         let all_alike = groups.iter().all(|&group| group != 0 && group == groups[0]);
+        if let (Some(_), false) = (&found, all_alike) {
+            let without = (0..).map(Rank).zip(&groups).find(|(_, group)| **group == 0).map(|(rank, _)| rank);
+            let why = without
+                .map_or_else(|| "ranks were given different trees".into(), |rank| format!("{rank} is not in it"));
+            self.decline(None, &why);
+        }
         Ok(found.filter(|_| all_alike))
     }
 
@@ -212,6 +218,15 @@ impl Core {
         Ok(())
     }
 
+    /// Tell the controller that its tree is not taken, and why; later calls say so too.
+    fn decline(&mut self, device: Option<String>, why: &str) {
+        if let Some(session) = &self.session {
+            session.decline(self.job_view, device, why);
+        }
+        self.situation.tree = Err(format!("the controller's tree was declined: {why}"));
+        self.forget_choices();
+    }
+
     /// Ask the controller for another tree and take a seat in it. `None` if there is none, which is no error.
     pub(super) fn find_tree(&mut self, (at, _): Deadline) -> Option<Found> {
         let (job, rank) = (self.config.job.clone(), self.config.rank);
@@ -229,15 +244,25 @@ impl Core {
         let Membership { tree, expression, table, .. } = membership;
         let place = match tree {
             Ok(place) => place,
-            Err(why) => return none(&why),
+            Err(why) => {
+                self.situation.tree = Err(why.clone());
+                self.forget_choices();
+                return none(&why);
+            }
         };
         let declared = match Declared::new(expression, self.config.world, self.config.order) {
             // The communicator keeps its expression for life (PROTOCOL 9).
             Ok(declared) if declared == self.situation.declared || self.config.order == Order::Arrival => {
                 self.situation.declared.clone()
             }
-            Ok(_) => return none(&"it would combine in another order than the declared one"),
-            Err(error) => return none(&error),
+            other => {
+                let why = other.map_or_else(
+                    |error| error.to_string(),
+                    |_| "it would combine in another order than the declared one".into(),
+                );
+                self.decline(None, &why);
+                return none(&why);
+            }
         };
         let group = u64::from(place.group.0) + 1;
         let facts = place.facts;
@@ -246,7 +271,14 @@ impl Core {
                 let situation = Situation { tree: Ok(facts), table, declared, ..self.situation.clone() };
                 Some(Found { tree, situation, group })
             }
-            Err(error) => none(&error),
+            Err(error) => {
+                let device = match &error {
+                    JoinError::Attach { device, .. } => Some(device.clone()),
+                    _ => None,
+                };
+                self.decline(device, &error.to_string());
+                none(&error)
+            }
         }
     }
 

@@ -1,10 +1,14 @@
 //! Admission: from a job's ranks to a tree on the fabric, and to a group on each of its devices, all or none.
+//!
+//! [`draft`] asks nobody: it plans by what the books leave. What it returns is claimed in the books, and then
+//! [`Placement::reserve`]d on the devices, which takes as long as they take.
 
 mod attach;
 mod size;
 
 use super::ControllerConfig;
-use super::device::{DeviceError, DeviceSession};
+use super::books::{Amount, Books, Claim, Needs};
+use super::device::{Asked, DeviceError, DeviceSession, answer_due};
 use super::proto::{JoinRequest, TreeMembership};
 use super::shape::Shape;
 use crate::choice::TreeFacts;
@@ -14,7 +18,7 @@ use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::num::NonZeroU32;
 use std::sync::Arc;
-use sumac_hal::ctrl::{ChildMask, GroupConfig, NodeParent, Order, Refusal, Request, SharedLink, TreeConfig};
+use sumac_hal::ctrl::{ChildMask, GroupConfig, NodeParent, Order, Request, SharedLink, TreeConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::port::Addr;
@@ -58,56 +62,79 @@ pub(super) struct Placement {
     chunk_len_bytes: u16,
 }
 
-/// Plan a tree for the ranks, or take the devices that the job pins, and reserve its group, or say in one sentence
-/// why not.
-pub(super) fn admit<'p>(
+/// Devices by name.
+pub(super) type Devices = BTreeMap<String, Arc<DeviceSession>>;
+
+/// What a job asks for.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Asking<'j> {
+    pub(super) tenant: &'j str,
+    /// In order of rank.
+    pub(super) requests: &'j [&'j JoinRequest],
+    /// The devices that it is pinned to, the root first; none: as planned.
+    pub(super) pinned: &'j [String],
+}
+
+/// Plan a tree for the ranks on what the books leave of these devices, or take those that the job pins; or say in one
+/// sentence why not. Nothing is reserved.
+pub(super) fn draft(
     config: &ControllerConfig,
-    devices: &BTreeMap<String, Arc<DeviceSession>>,
-    used: impl Iterator<Item = &'p Placement> + Clone,
-    (requests, pinned): (&[&JoinRequest], &[String]),
+    devices: &Devices,
+    books: &Books,
+    asking: Asking<'_>,
     ids: (GroupId, TreeId, Epoch),
 ) -> Result<Placement, String> {
     if devices.is_empty() {
         return Err("no device is connected to the controller".into());
     }
-    let shape = if pinned.is_empty() {
-        let flat;
-        let fabric = match &config.fabric {
-            Some(fabric) => fabric,
-            None => {
-                flat = flat_fabric(devices, requests.len())?;
-                &flat
-            }
-        };
-        let plan = plan_tree(fabric, devices, used.clone(), requests)?;
-        let hosts = config.fabric.as_ref().map(|_| plan.ranks.iter().map(|rank| rank.name.clone()).collect());
-        Shape { hosts, ..Shape::planned(&plan, devices)? }
-    } else {
-        Shape::pinned(pinned, requests.len(), devices)?
-    };
-    let mut placement = place(shape, ids)?;
-    placement.attach(requests)?;
-    // Each further round has one leaf less that is to take contributions by reference.
-    loop {
-        placement.size(config, used.clone(), requests)?;
-        if config.shared_answers && placement.on_one_host(requests) {
-            placement.share();
-        }
-        let Err((index, error)) = placement.reserve(config, requests[0].order) else { return Ok(placement) };
-        match error {
-            DeviceError::Refused(refusal @ (Refusal::NoBus(_) | Refusal::NoRedoMemory { .. }))
-                if !placement.nodes[index].by_reference.is_empty() =>
-            {
-                placement.turn_inline(index, requests, &refusal.to_string())?;
-            }
-            error => return Err(format!("device {}: {error}", placement.nodes[index].device.name())),
-        }
+    if !asking.pinned.is_empty() {
+        let shape = Shape::pinned(asking.pinned, asking.requests.len(), devices)?;
+        return fitted(config, books, asking, shape, ids);
     }
+    let Some(fabric) = &config.fabric else {
+        // Any of them can stand for the fabric; why the first one can't is what is told.
+        let mut first = None;
+        for switch in devices.keys() {
+            let flat = flat_fabric(switch, asking.requests.len())?;
+            match planned(config, &flat, devices, books, asking, ids) {
+                Err(why) => drop(first.get_or_insert(why)),
+                fits => return fits,
+            }
+        }
+        return Err(first.unwrap_or_default());
+    };
+    planned(config, fabric, devices, books, asking, ids)
 }
 
-/// Without a fabric: all hosts on the first device.
-fn flat_fabric(devices: &BTreeMap<String, Arc<DeviceSession>>, hosts: usize) -> Result<Fabric, String> {
-    let switch = devices.keys().next().map_or("device", String::as_str);
+fn planned(
+    config: &ControllerConfig,
+    fabric: &Fabric,
+    devices: &Devices,
+    books: &Books,
+    asking: Asking<'_>,
+    ids: (GroupId, TreeId, Epoch),
+) -> Result<Placement, String> {
+    let plan = plan_tree(fabric, devices, books, asking)?;
+    let hosts = config.fabric.as_ref().map(|_| plan.ranks.iter().map(|rank| rank.name.clone()).collect());
+    fitted(config, books, asking, Shape { hosts, ..Shape::planned(&plan, devices)? }, ids)
+}
+
+/// Put a group on a shape, as large as fits.
+fn fitted(
+    config: &ControllerConfig,
+    books: &Books,
+    asking: Asking<'_>,
+    shape: Shape,
+    ids: (GroupId, TreeId, Epoch),
+) -> Result<Placement, String> {
+    let mut placement = place(shape, ids)?;
+    placement.attach(asking.requests)?;
+    placement.fit(config, books, asking)?;
+    Ok(placement)
+}
+
+/// Without a fabric: all hosts on one device.
+fn flat_fabric(switch: &str, hosts: usize) -> Result<Fabric, String> {
     let mut text = format!("[[switch]]\nname = {switch:?}\naggregation = true\n");
     for host in 0..hosts {
         let host = format!("host-{host}");
@@ -116,18 +143,13 @@ fn flat_fabric(devices: &BTreeMap<String, Arc<DeviceSession>>, hosts: usize) -> 
     Fabric::from_toml(&text).map_err(|error| format!("device {switch:?} can't stand for a fabric: {error}"))
 }
 
-fn plan_tree<'p>(
-    fabric: &Fabric,
-    devices: &BTreeMap<String, Arc<DeviceSession>>,
-    used: impl Iterator<Item = &'p Placement> + Clone,
-    requests: &[&JoinRequest],
-) -> Result<Plan, String> {
+fn plan_tree(fabric: &Fabric, devices: &Devices, books: &Books, asking: Asking<'_>) -> Result<Plan, String> {
     let limits = devices.values().filter_map(|device| {
-        let taken: u32 = placed_on(device, used.clone()).map(|(placement, _)| u32::from(placement.slots)).sum();
-        let capabilities = &device.announce.capabilities;
+        let left = books.left(asking.tenant, &device.key());
+        let slots = if left.groups == 0 { 0 } else { left.slots };
         let limits = DeviceLimits {
-            max_children: usize::from(capabilities.children),
-            slots_free: capabilities.slots.saturating_sub(taken),
+            max_children: usize::from(device.announce.capabilities.children),
+            slots_free: u32::try_from(slots).unwrap_or(u32::MAX),
         };
         Some((fabric.find_switch(device.name())?, limits))
     });
@@ -137,23 +159,12 @@ fn plan_tree<'p>(
         devices: Some(limits.collect()),
         ..Limits::default()
     };
-    let names: Option<Vec<String>> = requests.iter().map(|request| request.host.clone()).collect();
-    let hosts = names.map_or(HostSelection::First(requests.len()), HostSelection::Named);
+    let names: Option<Vec<String>> = asking.requests.iter().map(|request| request.host.clone()).collect();
+    let hosts = names.map_or(HostSelection::First(asking.requests.len()), HostSelection::Named);
     plan(fabric, &hosts, &limits).map_err(|error| error.to_string())
 }
 
-/// The groups that live on a device, with the node there.
-fn placed_on<'p>(
-    device: &Arc<DeviceSession>,
-    used: impl Iterator<Item = &'p Placement>,
-) -> impl Iterator<Item = (&'p Placement, &'p PlacedNode)> {
-    used.flat_map(move |placement| {
-        let node = placement.nodes.iter().find(|node| Arc::ptr_eq(&node.device, device));
-        node.map(|node| (placement, node))
-    })
-}
-
-fn shard_of(devices: &BTreeMap<String, Arc<DeviceSession>>) -> Result<Shard, String> {
+fn shard_of(devices: &Devices) -> Result<Shard, String> {
     let shards = devices.values().map(|device| device.announce.data_addrs.len()).max().unwrap_or(1);
     Shard::new(0, shards as u16).ok_or_else(|| format!("a device with {shards} shards"))
 }
@@ -234,19 +245,72 @@ impl Placement {
         self.shared_link(&self.nodes[parent])
     }
 
-    /// Install the tree and create the group on every node, root first; where one refuses, which is returned, nothing
-    /// stays.
-    fn reserve(&self, config: &ControllerConfig, order: Order) -> Result<(), (usize, DeviceError)> {
-        for (index, node) in self.nodes.iter().enumerate() {
-            let install = Request::InstallTree(self.tree_config(node));
-            let create = Request::CreateGroup(self.group_config(config, order, node));
-            let done = node.device.order(install).and_then(|()| node.device.order(create));
-            if let Err(error) = done {
-                self.release_first(index + 1);
-                return Err((index, error));
-            }
+    /// Choose the sizes by what the books leave, and the ways of answers.
+    fn fit(&mut self, config: &ControllerConfig, books: &Books, asking: Asking<'_>) -> Result<(), String> {
+        self.size(config, books, asking)?;
+        if config.shared_answers && self.on_one_host(asking.requests) {
+            self.share();
         }
         Ok(())
+    }
+
+    /// Let the ranks of a node contribute by packets after all, and choose the sizes anew.
+    pub(super) fn refit_inline(
+        &mut self,
+        (index, why): (usize, &str),
+        config: &ControllerConfig,
+        books: &Books,
+        asking: Asking<'_>,
+    ) -> Result<(), String> {
+        self.turn_inline(index, asking.requests, why)?;
+        self.fit(config, books, asking)
+    }
+
+    /// Return what the group takes of each device.
+    pub(super) fn claim(&self, tenant: &str) -> Claim {
+        Claim { group: self.group, tenant: tenant.to_owned(), needs: self.needs(u64::from(self.slots)) }
+    }
+
+    /// Return the least that the group could do with: a window of one chunk.
+    pub(super) fn least(&self) -> Needs {
+        let shard = Shard::new(0, self.nodes[0].device.announce.data_addrs.len() as u16);
+        self.needs(shard.map_or(0, |shard| 2 * shard.most_within(1)))
+    }
+
+    fn needs(&self, slots: u64) -> Needs {
+        let most = u64::from(self.slots).max(1);
+        let need = |node: &PlacedNode| Amount {
+            groups: 1,
+            slots,
+            memory_bytes: node.memory_bytes / most * slots,
+            redo_memory_bytes: node.redo_memory_bytes / most * slots,
+        };
+        self.nodes.iter().map(|node| (node.device.key(), need(node))).collect()
+    }
+
+    /// Install the tree and create the group on every node. Where one refuses or does not answer, nothing stays; returned
+    /// is the first that did not, root first, and what it counts then, if it says so.
+    pub(super) fn reserve(&self, config: &ControllerConfig, order: Order) -> Result<(), Unreserved> {
+        let due = answer_due();
+        let ask = |node: &PlacedNode| {
+            let install = node.device.post(Request::InstallTree(self.tree_config(node)))?;
+            Ok((install, node.device.post(Request::CreateGroup(self.group_config(config, order, node)))?))
+        };
+        let asked: Vec<_> = self.nodes.iter().map(ask).collect();
+        let mut failed = None;
+        for (index, (node, asked)) in self.nodes.iter().zip(asked).enumerate() {
+            let done = asked.and_then(|(install, create)| {
+                node.device.done(&install, due)?;
+                node.device.done(&create, due)
+            });
+            failed = failed.or(done.err().map(|error| (index, error)));
+        }
+        let Some((index, error)) = failed else { return Ok(()) };
+        self.nodes.iter().for_each(|node| drop(self.release_on(&node.device)));
+        let device = &self.nodes[index].device;
+        let stats = matches!(error, DeviceError::Refused(_)).then(|| device.post(Request::Stats).ok()).flatten();
+        let stats = stats.and_then(|asked| device.counted(&asked, answer_due()).ok());
+        Err(Unreserved { index, error, slots_used: stats.map(|stats| stats.slots_used) })
     }
 
     fn tree_config(&self, node: &PlacedNode) -> TreeConfig {
@@ -333,21 +397,26 @@ impl Placement {
         nodes
     }
 
-    /// Free the group and its tree on every node.
-    pub(super) fn release(&self) {
-        self.release_first(self.nodes.len());
+    /// Tell a device to free the group and its tree. One that can't be told frees by itself: it restarted, or the lease
+    /// runs out. Returns the last request.
+    pub(super) fn release_on(&self, device: &DeviceSession) -> Option<Asked> {
+        let mut requests = [Request::ReleaseGroup(self.group), Request::RemoveTree(self.tree)].into_iter();
+        let asked = requests.try_fold(None, |_, request| device.post(request).map(Some));
+        asked.unwrap_or_else(|error| {
+            tracing::debug!(device = device.name(), group = %self.group, %error, "not released");
+            None
+        })
     }
+}
 
-    fn release_first(&self, count: usize) {
-        for node in &self.nodes[..count] {
-            for request in [Request::ReleaseGroup(self.group), Request::RemoveTree(self.tree)] {
-                if let Err(error) = node.device.order(request) {
-                    // A device that is gone frees by itself: it restarted, or the lease runs out.
-                    tracing::debug!(device = node.device.name(), group = %self.group, %error, "not released");
-                }
-            }
-        }
-    }
+/// A tree that could not be reserved.
+#[derive(Debug)]
+pub(super) struct Unreserved {
+    /// The node.
+    pub(super) index: usize,
+    pub(super) error: DeviceError,
+    /// The slots that its device counts without the group, if it refused.
+    pub(super) slots_used: Option<u32>,
 }
 
 /// Draw a multicast address of the site's own (239.255.0.0/16, RFC 2365) and a port. Two groups that draw the same are

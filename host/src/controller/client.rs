@@ -1,6 +1,6 @@
 //! A client's connection to a controller.
 
-use super::proto::{ClientReply, ClientRequest, JoinRefusal, JoinRequest, Membership, StatusReport};
+use super::proto::{ClientReply, ClientRequest, JoinRefusal, JoinRequest, Membership, QueuePlace, StatusReport};
 use std::io::ErrorKind;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -101,6 +101,8 @@ pub enum Notice {
     Withdrawn,
     /// The controller has ended the connection, or is gone: nothing more comes.
     ControllerLost,
+    /// The job's place in the queue for a tree has changed; `None`: it waits no more.
+    Queued(Option<QueuePlace>),
 }
 
 /// The view that another tree was asked for, and that tree or why there is none.
@@ -115,6 +117,8 @@ pub struct Session {
     stream: Arc<Mutex<TcpStream>>,
     /// What the watcher read that somebody waits for; it ends with the connection.
     answers: Mutex<Receiver<Answer>>,
+    /// The view whose answer nobody waits for any more: a tree that comes with it is declined.
+    given_up: Arc<Mutex<Option<u32>>>,
     left: Mutex<Receiver<Left>>,
     watcher: Option<JoinHandle<()>>,
     /// It is this end that ends it.
@@ -145,7 +149,7 @@ pub fn status(addr: SocketAddr) -> Result<StatusReport, ClientError> {
 }
 
 impl Session {
-    /// Join a job and wait until all its ranks have, at most `timeout`. From then on, `on_notice` is called (on a
+    /// Join a job and wait until all its ranks have, at most `timeout`, and for a tree as long as its terms say. From then on, `on_notice` is called (on a
     /// thread of its own) with what the controller says by itself, and may return what is answered. It must not wait for [`Session::replan`], whose answer
     /// that thread reads.
     ///
@@ -174,9 +178,11 @@ impl Session {
     ) -> Result<(Self, Membership), ClientError> {
         let (mut stream, mut reader) = connect(addr)?;
         let (job, world) = (request.job.clone(), request.world);
+        let wait = Duration::from_millis(u64::from(request.terms.wait_ms));
         let join =
             if devices.is_empty() { ClientRequest::Join(request) } else { ClientRequest::JoinOn { request, devices } };
         send(&mut stream, &join)?;
+        let timeout = timeout + wait;
         let deadline = Instant::now() + timeout;
         stream.set_read_timeout(Some(timeout.max(Duration::from_millis(1)))).map_err(StreamError::from)?;
         let membership = match reader.recv() {
@@ -198,14 +204,17 @@ impl Session {
         let answer = Arc::clone(&stream);
         let is_over = Arc::new(AtomicBool::new(false));
         let has_ended = Arc::clone(&is_over);
+        let given_up = Arc::new(Mutex::new(None));
+        let late = Arc::clone(&given_up);
         let watch = move || {
-            watch(reader, &answer, &on_notice, (&to_replan, &to_shrink));
+            watch(reader, &answer, &on_notice, &late, (&to_replan, &to_shrink));
             if !has_ended.load(Ordering::Acquire) {
                 on_notice(Notice::ControllerLost);
             }
         };
         let watcher = Some(watcher.spawn(watch).map_err(StreamError::from)?);
-        let session = Self { stream, answers: Mutex::new(answers), left: Mutex::new(left), watcher, is_over };
+        let (answers, left) = (Mutex::new(answers), Mutex::new(left));
+        let session = Self { stream, answers, given_up, left, watcher, is_over };
         Ok((session, membership))
     }
 
@@ -234,11 +243,16 @@ impl Session {
                 Ok((other, _)) if other != view => {}
                 Ok((_, Ok(membership))) => return Ok(*membership),
                 Ok((_, Err(reason))) => return Err(ClientError::NotReplanned { view, reason }),
-                Err(RecvTimeoutError::Timeout) => {
-                    return Err(ClientError::ReplanTimeout { view, waited: asked.elapsed() });
-                }
+                Err(RecvTimeoutError::Timeout) => break,
                 Err(RecvTimeoutError::Disconnected) => return Err(ClientError::Ended { view }),
             }
+        }
+        // From here on the watcher declines what comes; what came until now is there.
+        *self.given_up.lock().unwrap_or_else(PoisonError::into_inner) = Some(view);
+        match answers.try_iter().find(|(other, _)| *other == view) {
+            Some((_, Ok(membership))) => Ok(*membership),
+            Some((_, Err(reason))) => Err(ClientError::NotReplanned { view, reason }),
+            None => Err(ClientError::ReplanTimeout { view, waited: asked.elapsed() }),
         }
     }
 
@@ -263,6 +277,16 @@ impl Session {
         }
     }
 
+    /// Tell the controller that the ranks do not take their tree of view `view`, and the device that this rank could not
+    /// attach to, if that is why.
+    pub fn decline(&self, view: u32, device: Option<String>, why: &str) {
+        let why = why.chars().take(WHY_MAX_CHARS).collect();
+        if let Err(error) = self.send(&ClientRequest::Decline { view, device, why }) {
+            // Whom nobody renews a lease for, the devices free.
+            tracing::debug!(%error, view, "controller can't be told of a declined tree");
+        }
+    }
+
     fn send(&self, request: &ClientRequest) -> Result<(), StreamError> {
         send(&mut *self.stream.lock().unwrap_or_else(PoisonError::into_inner), request)
     }
@@ -279,8 +303,14 @@ fn watch(
     mut reader: FrameReader<TcpStream>,
     stream: &Mutex<TcpStream>,
     on_notice: &impl Fn(Notice) -> Option<ClientRequest>,
+    given_up: &Mutex<Option<u32>>,
     (answers, left): (&Sender<Answer>, &Sender<Left>),
 ) {
+    let say = |request: &ClientRequest| {
+        if let Err(error) = send(&mut *stream.lock().unwrap_or_else(PoisonError::into_inner), request) {
+            tracing::debug!(%error, "controller can't be answered");
+        }
+    };
     while let Ok(reply) = reader.recv() {
         let notice = match reply {
             ClientReply::RankLost(rank) => Notice::RankLost(rank),
@@ -288,8 +318,17 @@ fn watch(
             ClientReply::Offer { view } => Notice::Offer { view },
             ClientReply::MoveAt { view, call } => Notice::MoveAt { view, call },
             ClientReply::Withdrawn => Notice::Withdrawn,
+            ClientReply::Queued(place) => Notice::Queued(place),
             // The receivers live as long as the session, which outlives this.
             ClientReply::Replanned { view, membership } => {
+                on_notice(Notice::Queued(membership.queue));
+                let given_up = given_up.lock().unwrap_or_else(PoisonError::into_inner);
+                if *given_up == Some(view.wrapping_sub(1)) {
+                    if membership.tree.is_ok() {
+                        say(&ClientRequest::Decline { view, device: None, why: "it came too late for a rank".into() });
+                    }
+                    continue;
+                }
                 let _ = answers.send((view.wrapping_sub(1), Ok(membership)));
                 continue;
             }
@@ -303,14 +342,13 @@ fn watch(
             }
             _ => continue,
         };
-        if let Some(answer) = on_notice(notice)
-            && let Err(error) = send(&mut *stream.lock().unwrap_or_else(PoisonError::into_inner), &answer)
-        {
-            tracing::debug!(%error, "controller can't be answered");
+        if let Some(answer) = on_notice(notice) {
+            say(&answer);
         }
     }
-    // Nobody says where to move any more.
+    // Nobody says where to move any more, and there is no queue.
     on_notice(Notice::Withdrawn);
+    on_notice(Notice::Queued(None));
 }
 
 impl Drop for Session {
@@ -324,6 +362,8 @@ impl Drop for Session {
     }
 }
 
+/// What of a reason is sent.
+const WHY_MAX_CHARS: usize = 300;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Covers a device that does not answer the controller.
 const STATUS_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,11 +1,17 @@
 //! A connected device: requests out, responses in, paired by number.
+//!
+//! A device does what it is told in the order of telling. So several requests are posted before the first answer is waited
+//! for, and what a posted release frees can be given out again at once. Posting does not wait: what a device has not
+//! answered is little, or the device is hung up on.
 
+use super::books::{Amount, DeviceKey};
 use super::hang_up;
 use std::collections::BTreeMap;
 use std::net::TcpStream;
-use std::sync::mpsc::{Sender, channel};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use sumac_hal::ctrl::{Announce, Envelope, FrameReader, Refusal, Request, Response, Stats, StreamError, send};
 use thiserror::Error;
 
@@ -29,7 +35,13 @@ pub(super) enum DeviceError {
 pub(super) struct DeviceSession {
     pub(super) announce: Announce,
     calls: Mutex<Calls>,
+    /// It has let somebody wait in vain, and said nothing since.
+    is_silent: AtomicBool,
 }
+
+/// What was asked, until it is answered.
+#[derive(Debug)]
+pub(super) struct Asked(Receiver<Response>);
 
 #[derive(Debug)]
 struct Calls {
@@ -44,7 +56,28 @@ impl DeviceSession {
         // A device that does not read must not hold the controller.
         stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
         let calls = Calls { stream, next_id: 0, waiting: BTreeMap::new(), ended: false };
-        Ok(Self { announce, calls: Mutex::new(calls) })
+        Ok(Self { announce, calls: Mutex::new(calls), is_silent: AtomicBool::new(false) })
+    }
+
+    /// Return which life of which device it is.
+    pub(super) fn key(&self) -> DeviceKey {
+        DeviceKey { name: self.name().to_owned(), boot_id: self.announce.boot_id }
+    }
+
+    /// Return what it has.
+    pub(super) fn room(&self) -> Amount {
+        let capabilities = &self.announce.capabilities;
+        Amount {
+            groups: u64::from(capabilities.groups),
+            slots: u64::from(capabilities.slots),
+            memory_bytes: capabilities.slot_memory_bytes,
+            redo_memory_bytes: self.announce.bus.as_ref().map_or(0, |bus| bus.redo_memory_bytes),
+        }
+    }
+
+    /// Tell whether it answered when it was last asked.
+    pub(super) fn answers(&self) -> bool {
+        !self.is_silent.load(Ordering::Acquire) && !self.lock().ended
     }
 
     pub(super) fn name(&self) -> &str {
@@ -65,6 +98,7 @@ impl DeviceSession {
         let ended = loop {
             match reader.recv::<Envelope<Response>>() {
                 Ok(response) => {
+                    self.is_silent.store(false, Ordering::Release);
                     if let Some(waiter) = self.lock().waiting.remove(&response.id) {
                         // Who waited may have given up.
                         let _ = waiter.send(response.message);
@@ -81,7 +115,8 @@ impl DeviceSession {
         ended
     }
 
-    fn ask(&self, message: Request) -> Result<Response, DeviceError> {
+    /// Ask for something; the answer is waited for by [`DeviceSession::done`] or [`DeviceSession::counted`], or by nobody.
+    pub(super) fn post(&self, message: Request) -> Result<Asked, DeviceError> {
         let (sender, receiver) = channel();
         let mut calls = self.lock();
         if calls.ended {
@@ -90,35 +125,52 @@ impl DeviceSession {
         let id = calls.next_id;
         calls.next_id = id.wrapping_add(1) % u32::MAX;
         calls.waiting.insert(id, sender);
-        if send(&mut calls.stream, &Envelope { id, message }).is_err() {
+        // Renewals come one a group.
+        let most = UNANSWERED_MAX + 4 * usize::from(self.announce.capabilities.groups);
+        if calls.waiting.len() > most || send(&mut calls.stream, &Envelope { id, message }).is_err() {
+            calls.ended = true;
             hang_up(&calls.stream);
             return Err(DeviceError::Gone);
         }
-        drop(calls);
-        let answer = receiver.recv_timeout(ANSWER_TIMEOUT);
-        self.lock().waiting.remove(&id);
-        match answer {
+        Ok(Asked(receiver))
+    }
+
+    fn answer(&self, asked: &Asked, deadline: Instant) -> Result<Response, DeviceError> {
+        match asked.0.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok(Response::Refused(refusal)) => Err(refusal.into()),
             Ok(response) => Ok(response),
-            Err(_) => Err(DeviceError::Gone),
+            Err(_) => {
+                self.is_silent.store(true, Ordering::Release);
+                Err(DeviceError::Gone)
+            }
         }
     }
 
-    /// Ask for something that is either done or refused.
-    pub(super) fn order(&self, request: Request) -> Result<(), DeviceError> {
-        match self.ask(request)? {
+    /// Wait for the answer to something that is either done or refused.
+    pub(super) fn done(&self, asked: &Asked, deadline: Instant) -> Result<(), DeviceError> {
+        match self.answer(asked, deadline)? {
             Response::Done => Ok(()),
             _ => Err(DeviceError::Answer),
         }
     }
 
-    pub(super) fn stats(&self) -> Result<Stats, DeviceError> {
-        match self.ask(Request::Stats)? {
+    /// Wait for the answer to [`Request::Stats`].
+    pub(super) fn counted(&self, asked: &Asked, deadline: Instant) -> Result<Stats, DeviceError> {
+        match self.answer(asked, deadline)? {
             Response::Stats(stats) => Ok(stats),
             _ => Err(DeviceError::Answer),
         }
     }
 }
+
+/// Return until when a device that is asked now may answer.
+pub(super) fn answer_due() -> Instant {
+    Instant::now() + ANSWER_TIMEOUT
+}
+
+/// The most requests that a device may leave unanswered, beside some for each group: far less than its connection buffers,
+/// so that posting one does not wait.
+const UNANSWERED_MAX: usize = 256;
 
 /// How long a device may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);

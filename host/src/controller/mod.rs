@@ -16,34 +16,40 @@
 //! A rank that runs on its leaf's own machine contributes by reference, over the device's bus, unless it asks for
 //! packets; one that insists on shared memory and can't have it makes that the reason why there is no tree.
 //!
-//! Control plane only: a thread a connection, one lock over the state. No packet of an operation passes here, and
+//! What jobs hold of devices is in books, by tenant, each of which may have a quota; who finds too little left runs by
+//! schedules and stands in a queue, or waits there to join (`state::place` has the way of a job, `queue` who comes first).
+//! Leases are renewed while a job lives, and what a device has freed is freed everywhere (`state::lease`).
+//!
+//! Control plane only: a thread a connection, one lock over the state, which is not held while a device is asked. No packet of an operation passes here, and
 //! running operations do not need the controller.
 //!
 //! It listens on loopback only, as nothing is authenticated yet (PROTOCOL 10).
 
 mod admit;
+mod books;
 mod client;
 mod device;
 pub mod proto;
+mod queue;
 mod shape;
 mod state;
 #[cfg(test)]
 mod tests;
 
+pub use books::{Quota, Quotas};
 pub use client::{ClientError, Notice, Session, status};
 
 use crate::choice::CostTable;
 use crate::topo::Fabric;
-use admit::Placement;
-use device::DeviceSession;
+use device::{DeviceSession, answer_due};
 use proto::{ClientReply, ClientRequest, JoinRequest};
-use state::{Client, State};
+use state::{Client, Draft, State};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime};
-use sumac_hal::ctrl::{FrameReader, Greeting, Request, StreamError};
+use std::time::{Duration, Instant, SystemTime};
+use sumac_hal::ctrl::{FrameReader, Greeting, StreamError};
 use sumac_hal::ids::Rank;
 use sumac_hal::uplink::{HopTimers, MAX_WINDOW};
 use thiserror::Error;
@@ -76,6 +82,8 @@ pub struct ControllerConfig {
     pub shared_answers: bool,
     /// How long a group lives without a packet or a renewal.
     pub lease: Duration,
+    /// What each tenant may hold of the devices.
+    pub quotas: Quotas,
     /// The timers of the hops.
     pub timers: HopTimers,
     /// When this life of the controller began, in milliseconds since 1970: its groups and epochs count on from there, so
@@ -96,6 +104,7 @@ impl ControllerConfig {
             reference_chunk_max_bytes: 60 * 1024,
             shared_answers: true,
             lease: Duration::from_secs(30),
+            quotas: Quotas::default(),
             timers: HopTimers::DEFAULT,
             started_ms: None,
         }
@@ -156,7 +165,9 @@ pub(crate) struct Shared {
     state: Mutex<State>,
     stopping: AtomicBool,
     /// Wakes the renewal thread when the controller stops.
-    stopped: std::sync::Condvar,
+    stopped: Condvar,
+    /// Wakes who attends to the queue.
+    wake: Arc<Condvar>,
 }
 
 impl Shared {
@@ -181,15 +192,19 @@ impl Controller {
         let listen = |source| ControllerError::Listen { addr: config.listen, source };
         let listener = TcpListener::bind(config.listen).map_err(listen)?;
         let addr = listener.local_addr().map_err(listen)?;
+        let wake = Arc::new(Condvar::new());
+        let started_ms = config.started_ms.unwrap_or_else(now_ms);
         let shared = Arc::new(Shared {
-            state: Mutex::new(State::new(config.started_ms.unwrap_or_else(now_ms))),
+            state: Mutex::new(State::new(&config, started_ms, Arc::clone(&wake))),
             config,
             stopping: AtomicBool::new(false),
-            stopped: std::sync::Condvar::new(),
+            stopped: Condvar::new(),
+            wake,
         });
         let mut controller = Self { addr, shared: Arc::clone(&shared), threads: Vec::new() };
-        let accept = Arc::clone(&shared);
+        let (accept, attended) = (Arc::clone(&shared), Arc::clone(&shared));
         controller.spawn("accept", move || accept_all(&accept, &listener))?;
+        controller.spawn("queue", move || attend(&attended))?;
         controller.spawn("renew", move || renew(&shared))?;
         Ok(controller)
     }
@@ -216,11 +231,18 @@ impl Controller {
 
 impl Drop for Controller {
     fn drop(&mut self) {
-        {
+        let released = {
             let mut state = self.shared.lock();
             self.shared.stopping.store(true, Ordering::Release);
-            state.release_all();
             self.shared.stopped.notify_all();
+            self.shared.wake.notify_all();
+            state.release_all()
+        };
+        let due = answer_due();
+        for (device, asked) in released {
+            if let Err(error) = device.done(&asked, due) {
+                tracing::debug!(device = device.name(), %error, "not released");
+            }
         }
         // Wakes the accepting thread; if it can't be reached it has ended already.
         let _ = TcpStream::connect(self.addr);
@@ -283,7 +305,7 @@ fn serve_connection(shared: &Shared, stream: TcpStream) -> Result<(), StreamErro
     match greeting {
         Greeting::Device(announce) => {
             let session = Arc::new(DeviceSession::new(announce, stream)?);
-            if !shared.lock().add_device(&session) {
+            if !shared.lock().add_device(&shared.config, &session) {
                 tracing::warn!(device = session.name(), "refused: a device of that name is connected");
                 return Ok(());
             }
@@ -291,7 +313,7 @@ fn serve_connection(shared: &Shared, stream: TcpStream) -> Result<(), StreamErro
             // Welcomes it: the device knows then that it is registered.
             let welcome = session.hello();
             let ended = welcome.and_then(|()| session.read_responses(&mut reader));
-            shared.lock().remove_device(&session);
+            shared.lock().remove_device(&shared.config, &session);
             tracing::info!(device = session.name(), "device gone");
             ended
         }
@@ -312,27 +334,30 @@ fn serve_client(shared: &Shared, reader: &mut FrameReader<TcpStream>, stream: Tc
             }
             Ok(ClientRequest::Leave) => {
                 if let Some((job, rank)) = place.take() {
-                    shared.lock().depart(&job, rank, &client, true);
+                    shared.lock().depart(&shared.config, (&job, rank), &client, true);
                 }
                 client.send(&ClientReply::Left);
             }
             Ok(ClientRequest::Status) => {
                 let report = shared.lock().report(&shared.config);
-                client.send(&ClientReply::Status(report));
+                client.send(&ClientReply::Status(report.ask_devices()));
             }
             Ok(ClientRequest::Suspect { view }) => shared.lock().suspect(place.as_ref(), &client, view),
             Ok(ClientRequest::Replan { view }) => {
-                let lost = shared.lock().replan(&shared.config, place.as_ref(), &client, view);
-                lost.into_iter().for_each(release_aside);
+                let draft = shared.lock().replan(&shared.config, place.as_ref(), &client, view);
+                carry_out(shared, draft);
             }
             Ok(ClientRequest::Pause { view, at }) => shared.lock().pause(place.as_ref(), &client, view, at),
+            Ok(ClientRequest::Decline { view, device, why }) => {
+                shared.lock().decline(&shared.config, (place.as_ref(), &client), view, (device, why));
+            }
             Ok(ClientRequest::Survivors) => shared.lock().survivors(place.as_ref(), &client),
             Err(StreamError::Closed) => break Ok(()),
             Err(error) => break Err(error),
         }
     };
     if let Some((job, rank)) = place {
-        shared.lock().depart(&job, rank, &client, false);
+        shared.lock().depart(&shared.config, (&job, rank), &client, false);
     }
     ended
 }
@@ -347,36 +372,64 @@ fn take_in(
 ) {
     let joined = shared.lock().join(&shared.config, request, pinned, client);
     match joined {
-        Ok(joined) => *place = Some(joined),
+        Ok((joined, draft)) => {
+            *place = Some(joined);
+            carry_out(shared, draft);
+        }
         Err(refusal) => client.send(&ClientReply::Refused(refusal)),
     }
 }
 
-/// Free what a job has left, on a thread of its own: each order to a device that has stopped takes seconds.
-fn release_aside(placement: Placement) {
-    let released = std::thread::Builder::new().name("release".into()).spawn(move || placement.release());
-    if let Err(error) = released {
-        tracing::error!(%error, "no thread to release a group; its lease runs out");
+/// Reserve a drafted tree on its devices, and others instead where that can't be. The state is not locked meanwhile.
+fn carry_out(shared: &Shared, mut draft: Option<Draft>) {
+    while let Some(next) = draft {
+        let reserved = next.reserve(&shared.config);
+        draft = shared.lock().settle(&shared.config, next, reserved);
     }
 }
 
-/// Extend the leases of all running jobs, a third of the lease apart. The state is not locked meanwhile: each order to a
-/// device that has stopped takes seconds.
-fn renew(shared: &Shared) {
+/// Make trees for jobs whose ranks wait for one to join with, and give up what was waited for too long.
+fn attend(shared: &Arc<Shared>) {
     let mut state = shared.lock();
     while !shared.stopping() {
-        let waited = shared.stopped.wait_timeout(state, shared.config.lease / 3);
-        let leases = waited.unwrap_or_else(PoisonError::into_inner).0.leases();
-        for (device, group) in leases {
-            if shared.stopping() {
-                return;
-            }
-            if let Err(error) = device.order(Request::RenewGroup(group)) {
-                // The job may have ended or moved meanwhile.
-                tracing::warn!(device = device.name(), %group, %error, "lease not renewed");
-            }
+        let due = state.expire_waits(&shared.config, Instant::now());
+        if let Some(draft) = state.ready.pop_front() {
+            drop(state);
+            carry_out_aside(shared, draft);
+            state = shared.lock();
+            continue;
         }
+        let waited = due.map(|due| due.saturating_duration_since(Instant::now())).unwrap_or(Duration::MAX);
+        let woken = shared.wake.wait_timeout(state, waited.min(shared.config.lease));
+        state = woken.unwrap_or_else(PoisonError::into_inner).0;
+    }
+}
+
+/// The same on a thread of its own: a device that has stopped takes seconds.
+fn carry_out_aside(shared: &Arc<Shared>, draft: Draft) {
+    let (to, from) = std::sync::mpsc::channel();
+    let there = Arc::clone(shared);
+    let carry = move || carry_out(&there, from.recv().ok());
+    if let Err(error) = std::thread::Builder::new().name("place".into()).spawn(carry) {
+        tracing::error!(%error, "no thread to place a job; the queue waits meanwhile");
+        return carry_out(shared, Some(draft));
+    }
+    // It lives until it has it.
+    let _ = to.send(draft);
+}
+
+/// Extend the leases of all running jobs, a third of the lease apart.
+fn renew(shared: &Shared) {
+    let mut state = shared.lock();
+    loop {
+        let waited = shared.stopped.wait_timeout_while(state, shared.config.lease / 3, |_| !shared.stopping());
+        let round = waited.unwrap_or_else(PoisonError::into_inner).0.round();
+        if shared.stopping() {
+            return;
+        }
+        let renewed = round.ask();
         state = shared.lock();
+        state.renewed(&shared.config, renewed);
     }
 }
 

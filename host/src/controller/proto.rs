@@ -1,5 +1,6 @@
 //! What ranks and a controller say to each other, in the frames of [`sumac_hal::ctrl`].
 
+use super::books::Quota;
 use crate::choice::{CostTable, TreeFacts};
 use crate::endpoint::EndpointConfig;
 use crate::plan::Child;
@@ -51,6 +52,16 @@ pub enum ClientRequest {
         /// The number of the call: how many came before it.
         at: u64,
     },
+    /// The ranks do not take the job's tree of that view: it is freed, and the job counts as without a tree. Once a view;
+    /// what is not of the present one is ignored.
+    Decline {
+        /// The view.
+        view: u32,
+        /// The device that this rank could not attach to, if that is the reason: the job is not put on it again.
+        device: Option<String>,
+        /// The reason.
+        why: String,
+    },
 }
 
 /// One rank of a job.
@@ -76,6 +87,69 @@ pub struct JoinRequest {
     pub attach: Attach,
     /// The machine that it runs on, if it can share memory with the processes there.
     pub machine: Option<Name>,
+    /// Whose the job is, and what it does while there is no tree for it; the same at all ranks.
+    pub terms: Terms,
+}
+
+/// On whose account a job runs, and what it does while there is no tree for it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Terms {
+    /// The tenant: see [`check_tenant`].
+    pub tenant: String,
+    /// How long joining waits for a tree that others hold, in milliseconds.
+    pub wait_ms: u32,
+    /// Whether the ranks take a tree that is offered later.
+    pub moves: bool,
+}
+
+impl Default for Terms {
+    /// [`DEFAULT_TENANT`], which does not wait and does not move.
+    fn default() -> Self {
+        Self { tenant: DEFAULT_TENANT.to_owned(), wait_ms: 0, moves: false }
+    }
+}
+
+/// The tenant of jobs that name none.
+pub const DEFAULT_TENANT: &str = "default";
+
+/// The longest name of a tenant in bytes.
+pub const MAX_TENANT_LEN: usize = 64;
+
+/// Check a tenant's name.
+///
+/// # Errors
+/// [`BadTenant`] if it is empty, longer than [`MAX_TENANT_LEN`], or of other characters than letters, digits, `.`, `_` and `-`.
+pub fn check_tenant(name: &str) -> Result<(), BadTenant> {
+    let is_plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
+    if (1..=MAX_TENANT_LEN).contains(&name.len()) && is_plain {
+        return Ok(());
+    }
+    Err(BadTenant { len: name.len(), begin: name.chars().take(MAX_TENANT_LEN).collect() })
+}
+
+/// A name that no tenant can have.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
+#[error("{begin:?} ({len} bytes) is no tenant; a name has 1 to {MAX_TENANT_LEN} letters, digits, `.`, `_` or `-`")]
+pub struct BadTenant {
+    /// Its length in bytes.
+    pub len: usize,
+    /// How it begins.
+    pub begin: String,
+}
+
+/// A job's place among those that wait for a tree.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QueuePlace {
+    /// Its number; the first is 1.
+    pub position: u32,
+    /// How many wait.
+    pub of: u32,
+}
+
+impl fmt::Display for QueuePlace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "number {} of {} in the queue for a tree", self.position, self.of)
+    }
 }
 
 /// How a rank reaches its leaf device.
@@ -178,6 +252,8 @@ pub enum ClientReply {
     },
     /// By itself: the offer is off.
     Withdrawn,
+    /// By itself: the job's place in the queue has changed; `None`: it waits no more.
+    Queued(Option<QueuePlace>),
 }
 
 /// Why a rank can't join.
@@ -214,6 +290,9 @@ pub enum JoinRefusal {
         /// The other.
         rank: Rank,
     },
+    /// The tenant has no proper name.
+    #[error(transparent)]
+    Tenant(#[from] BadTenant),
     /// A job of that name runs.
     #[error("job {job:?} is running; take another name")]
     Running {
@@ -235,6 +314,8 @@ pub enum JoinRefusal {
 pub struct Membership {
     /// Its place in the tree, or why there is no tree.
     pub tree: Result<TreeMembership, String>,
+    /// The job's place in the queue, if it could have a tree but for what others hold.
+    pub queue: Option<QueuePlace>,
     /// Where each rank's schedules' connections are accepted, in order of rank.
     pub mesh: Vec<SocketAddr>,
     /// The same of the connections for repairs.
@@ -317,6 +398,23 @@ pub struct StatusReport {
     pub devices: Vec<DeviceStatus>,
     /// The jobs, by name.
     pub jobs: Vec<JobStatus>,
+    /// The tenants that have jobs or a quota, by name.
+    pub tenants: Vec<TenantStatus>,
+}
+
+/// One tenant: what its groups hold, and what they may.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TenantStatus {
+    /// Its name.
+    pub name: String,
+    /// Groups.
+    pub groups: u64,
+    /// Slots, in each shard of the device where it has the most.
+    pub slots: u64,
+    /// Memory for slots and redo slots, in each shard of the device where it has the most, in bytes.
+    pub memory_bytes: u64,
+    /// Its quota.
+    pub quota: Quota,
 }
 
 /// The size of a fabric.
@@ -352,6 +450,8 @@ pub struct DeviceStatus {
 pub struct JobStatus {
     /// Its name.
     pub name: String,
+    /// Whose it is.
+    pub tenant: String,
     /// Ranks that are there.
     pub joined: u32,
     /// Ranks that it has.
@@ -362,6 +462,10 @@ pub struct JobStatus {
     pub view: u32,
     /// The group and its devices, root first, or why there is none; `None` before the job is complete.
     pub tree: Option<Result<JobTree, String>>,
+    /// Its place among those that wait for a tree.
+    pub queue: Option<QueuePlace>,
+    /// Whether a tree is offered to it, or about to be made for it.
+    pub is_offered: bool,
 }
 
 /// A job's tree.

@@ -1,21 +1,32 @@
 //! Devices and jobs, and what happens to them.
+//!
+//! Nothing here waits for a device: what has to be asked of one is returned as a [`Draft`], for the caller to carry out
+//! when the state is unlocked, and to bring back by [`State::settle`]. Its place in the books is taken meanwhile.
 
+mod lease;
 mod offer;
+mod place;
 mod repair;
+mod report;
+mod wait;
+
+pub(super) use place::Draft;
 
 use super::ControllerConfig;
-use super::admit::{Placement, admit, random_u64};
+use super::admit::{Devices, Placement, random_u64};
+use super::books::{Books, DeviceKey};
 use super::device::DeviceSession;
 use super::hang_up;
-use super::proto::{
-    ClientReply, DeviceStatus, FabricStatus, JobStatus, JobTree, JoinRefusal, JoinRequest, Membership, StatusReport,
-};
+use super::proto::{ClientReply, JoinRefusal, JoinRequest, Membership, QueuePlace, check_tenant};
+use super::queue::Queue;
+use crate::coll::tree::Tree;
 use crate::plan::Child;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::TcpStream;
-use std::sync::{Arc, Mutex, PoisonError};
-use sumac_hal::ctrl::send;
-use sumac_hal::ids::{Epoch, GroupId, Rank, TreeId};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Instant;
+use sumac_hal::ctrl::{Order, send};
+use sumac_hal::ids::{Epoch, GroupId, Rank};
 
 /// A connected client, as somebody to tell something.
 #[derive(Debug)]
@@ -67,8 +78,22 @@ struct Job {
     shrinking: BTreeSet<Rank>,
     /// How often they were told.
     shrunk: u32,
-    /// This view's. `None` before the job is complete.
+    /// This view's. `None` before its ranks have been told one.
     placement: Option<Result<Placement, String>>,
+    /// The group that devices are being asked for.
+    placing: Option<GroupId>,
+    /// What is held for it while a tree is offered, and until when.
+    hold: Option<(GroupId, Instant)>,
+    /// All ranks have been told where to move.
+    is_moving: bool,
+    /// How long its ranks wait for a tree before they are told that there is none.
+    waits_until: Option<Instant>,
+    /// Devices that a rank could not attach to. One that restarts is another.
+    declined: Vec<Arc<DeviceSession>>,
+    /// What a declared order has meant since it began.
+    expression: Option<Tree>,
+    /// Its place in the queue as its ranks were told last.
+    told: Option<QueuePlace>,
 }
 
 impl Job {
@@ -85,7 +110,23 @@ impl Job {
             shrinking: BTreeSet::new(),
             shrunk: 0,
             placement: None,
+            placing: None,
+            hold: None,
+            is_moving: false,
+            waits_until: None,
+            declined: Vec::new(),
+            expression: None,
+            told: None,
         }
+    }
+
+    /// Return what a rank said of the job when it joined: what matters is the same at all ranks.
+    fn first(&self) -> Option<&Member> {
+        self.members.values().next()
+    }
+
+    fn tenant(&self) -> &str {
+        self.first().map_or("", |member| &member.request.terms.tenant)
     }
 
     fn has(&self, rank: Rank, client: &Arc<Client>) -> bool {
@@ -93,16 +134,27 @@ impl Job {
     }
 
     /// Tell all ranks of a job that is placed their places.
-    fn tell_places(&self, config: &ControllerConfig, reply: impl Fn(Box<Membership>) -> ClientReply) {
+    fn tell_places(
+        &mut self,
+        config: &ControllerConfig,
+        queue: Option<QueuePlace>,
+        reply: impl Fn(Box<Membership>) -> ClientReply,
+    ) {
+        self.told = queue;
         let Some(placed) = &self.placement else { return };
         let mesh: Vec<_> = self.members.values().map(|member| member.request.mesh_addr).collect();
         let repair_mesh: Vec<_> = self.members.values().map(|member| member.request.repair_addr).collect();
         // Without a tree in the network all ranks are one node's, so that a declared order means something all the same.
         let flat = || vec![(0..self.world).map(|rank| Child::Rank(Rank(rank))).collect()];
         let expression = placed.as_ref().map_or_else(|_| flat(), Placement::expression);
+        let order = self.first().map_or(Order::Arrival, |member| member.request.order);
+        if self.expression.is_none() && order != Order::Arrival {
+            self.expression = Tree::new(expression.clone(), self.world, order).ok();
+        }
         for (rank, member) in &self.members {
             let membership = Membership {
                 tree: placed.as_ref().map(|placement| placement.membership(config, *rank)).map_err(Clone::clone),
+                queue,
                 mesh: mesh.clone(),
                 repair_mesh: repair_mesh.clone(),
                 mesh_token: self.mesh_token,
@@ -117,9 +169,20 @@ impl Job {
 /// Devices and jobs.
 #[derive(Debug)]
 pub(super) struct State {
-    pub(super) devices: BTreeMap<String, Arc<DeviceSession>>,
+    pub(super) devices: Devices,
     jobs: BTreeMap<String, Job>,
+    books: Books,
+    queue: Queue,
     next_view: NextView,
+    /// What is to be carried out for jobs whose ranks wait for a tree.
+    pub(super) ready: VecDeque<Draft>,
+    /// Told when there is something in `ready`, or something to expire.
+    wake: Arc<Condvar>,
+    /// Devices that have refused what the books leave of them, and the slots that they counted: groups live there that this
+    /// controller does not know.
+    crowded: BTreeMap<DeviceKey, u32>,
+    /// Devices that did not answer when a tree was to be made: jobs may do without them meanwhile.
+    silent: BTreeSet<DeviceKey>,
 }
 
 /// The next group and its epoch, as one number: the epoch's term above the group. It counts groups, from a place that
@@ -146,41 +209,56 @@ impl NextView {
 
 impl State {
     /// Begin without devices and jobs, at a controller that started so many milliseconds after 1970.
-    pub(super) const fn new(started_ms: u64) -> Self {
-        Self { devices: BTreeMap::new(), jobs: BTreeMap::new(), next_view: NextView::at(started_ms) }
+    pub(super) fn new(config: &ControllerConfig, started_ms: u64, wake: Arc<Condvar>) -> Self {
+        Self {
+            devices: BTreeMap::new(),
+            jobs: BTreeMap::new(),
+            books: Books::new(config.quotas.clone()),
+            queue: Queue::default(),
+            next_view: NextView::at(started_ms),
+            ready: VecDeque::new(),
+            wake,
+            crowded: BTreeMap::new(),
+            silent: BTreeSet::new(),
+        }
     }
 
     /// Take in a device, and offer it to jobs without a tree; false if one of that name is there.
-    pub(super) fn add_device(&mut self, session: &Arc<DeviceSession>) -> bool {
+    pub(super) fn add_device(&mut self, config: &ControllerConfig, session: &Arc<DeviceSession>) -> bool {
         let name = session.name().to_owned();
         if self.devices.contains_key(&name) {
             return false;
         }
+        self.books.open(session.key(), session.room());
         self.devices.insert(name, Arc::clone(session));
-        self.offer();
+        self.reconsider(config);
         true
     }
 
-    pub(super) fn remove_device(&mut self, session: &Arc<DeviceSession>) {
+    pub(super) fn remove_device(&mut self, config: &ControllerConfig, session: &Arc<DeviceSession>) {
         if self.devices.get(session.name()).is_some_and(|known| Arc::ptr_eq(known, session)) {
             self.devices.remove(session.name());
+            self.books.close(&session.key());
+            self.reconsider(config);
         }
     }
 
-    /// Take in a rank; the job begins if it was the last one missing. Returns what [`State::depart`] wants.
+    /// Take in a rank; the job begins if it was the last one missing. Returns what [`State::depart`] wants, and what is to
+    /// be carried out for the job to begin.
     pub(super) fn join(
         &mut self,
         config: &ControllerConfig,
         request: JoinRequest,
         pinned: Vec<String>,
         client: &Arc<Client>,
-    ) -> Result<(String, Rank), JoinRefusal> {
+    ) -> Result<((String, Rank), Option<Draft>), JoinRefusal> {
+        check_tenant(&request.terms.tenant)?;
         let (name, rank, world) = (request.job.clone(), request.rank, request.world);
         if rank.0 >= world {
             return Err(JoinRefusal::Rank { rank, world });
         }
         let job = self.jobs.entry(name.clone()).or_insert_with(|| Job::new(world));
-        if job.placement.is_some() {
+        if job.placement.is_some() || job.members.len() == job.world as usize {
             return Err(JoinRefusal::Running { job: name });
         }
         if job.members.contains_key(&rank) {
@@ -190,133 +268,56 @@ impl State {
             agree(&name, (&request, &pinned), member)?;
         }
         job.members.insert(rank, Member { request, pinned, client: Arc::clone(client) });
-        if job.members.len() == world as usize {
-            self.begin(config, &name);
-        }
-        Ok((name, rank))
-    }
-
-    /// All ranks are there: place the job and tell them.
-    fn begin(&mut self, config: &ControllerConfig, name: &str) {
-        let Some(mut job) = self.jobs.remove(name) else { return };
-        job.placement = Some(self.place(config, name, &job));
-        job.tell_places(config, ClientReply::Joined);
-        self.jobs.insert(name.to_owned(), job);
-    }
-
-    /// Place a job of which all ranks are there, and which is not among the jobs: what it holds does not count. The
-    /// devices that it is on are not asked: they are lost.
-    fn place(&mut self, config: &ControllerConfig, name: &str, job: &Job) -> Result<Placement, String> {
-        let requests: Vec<&JoinRequest> = job.members.values().map(|member| &member.request).collect();
-        let (group, epoch) = self.next_view.take();
-        // It wraps after 65535 views: still another than the last one's.
-        let epoch = Epoch { counter: job.view.wrapping_add(1) as u16, ..epoch };
-        let tree = TreeId(group.0);
-        let used = self.jobs.values().filter_map(|job| job.placement.as_ref()?.as_ref().ok());
-        // The same at all ranks.
-        let pinned = job.members.values().next().map_or(&[][..], |member| &member.pinned);
-        let candidates = self.candidates(job, pinned);
-        let placed = candidates.and_then(|(devices, left_out)| {
-            let placed = admit(config, &devices, used, (&requests, pinned), (group, tree, epoch));
-            placed.map_err(|why| if left_out.is_empty() { why } else { format!("{why}; {left_out}") })
-        });
-        match &placed {
-            Ok(placement) => {
-                let (view, levels, by_reference) = (job.view, placement.levels, placement.ranks_by_reference());
-                let devices: Vec<&str> = placement.nodes.iter().map(|node| node.device.name()).collect();
-                tracing::info!(job = name, view, %group, levels, ?devices, by_reference, "job is placed");
-            }
-            Err(why) => tracing::warn!(job = name, view = job.view, %why, "job is placed without a tree"),
-        }
-        placed
+        let is_whole = job.members.len() == world as usize;
+        let draft = if is_whole { self.seek(config, &name) } else { None };
+        Ok(((name, rank), draft))
     }
 
     /// A rank has left, or, unless `clean`, died; the job ends with its last rank.
-    pub(super) fn depart(&mut self, name: &str, rank: Rank, client: &Arc<Client>, clean: bool) {
+    pub(super) fn depart(
+        &mut self,
+        config: &ControllerConfig,
+        (name, rank): (&str, Rank),
+        client: &Arc<Client>,
+        clean: bool,
+    ) {
         let Some(job) = self.jobs.get_mut(name) else { return };
         if !job.has(rank, client) {
             return;
         }
         job.members.remove(&rank);
-        if job.placement.is_none() {
+        // A tree is for all ranks: none is made for the others.
+        job.placing = None;
+        let held = job.hold.take();
+        let is_begun = job.placement.is_some();
+        if is_begun {
+            if !clean {
+                tracing::warn!(job = name, %rank, "rank is lost");
+                job.tell(&ClientReply::RankLost(rank));
+            }
+            job.refuse_waiting(name, rank);
+            job.withdraw_offer();
+            job.shrinking.remove(&rank);
+            job.tell_survivors();
+        } else {
             // An incomplete job can't be completed by others waiting for somebody who may not come back.
             for member in job.members.values() {
                 let gone = JoinRefusal::Gone { rank, job: name.to_owned() };
                 member.client.send(&ClientReply::Refused(gone));
             }
-            self.jobs.remove(name);
-            return;
         }
-        if !clean {
-            tracing::warn!(job = name, %rank, "rank is lost");
-            job.tell(&ClientReply::RankLost(rank));
-        }
-        job.refuse_waiting(name, rank);
-        job.withdraw_offer();
-        job.shrinking.remove(&rank);
-        job.tell_survivors();
-        if job.members.is_empty()
-            && let Some(job) = self.jobs.remove(name)
-        {
+        let is_over = !is_begun || job.members.is_empty();
+        if is_over && let Some(job) = self.jobs.remove(name) {
             tracing::info!(job = name, "job ends");
             if let Some(Ok(placement)) = job.placement {
-                placement.release();
+                self.release(&placement);
             }
         }
-    }
-
-    /// Return the leases of all running jobs: each group on each of its devices.
-    pub(super) fn leases(&self) -> Vec<(Arc<DeviceSession>, GroupId)> {
-        let placements = self.jobs.values().filter_map(|job| job.placement.as_ref()?.as_ref().ok());
-        let leases = placements
-            .flat_map(|placement| placement.nodes.iter().map(|node| (Arc::clone(&node.device), placement.group)));
-        leases.collect()
-    }
-
-    /// Release everything: the controller ends.
-    pub(super) fn release_all(&mut self) {
-        for job in std::mem::take(&mut self.jobs).into_values() {
-            if let Some(Ok(placement)) = job.placement {
-                placement.release();
-            }
+        if let Some((group, _)) = held {
+            self.books.free(group);
         }
-    }
-
-    pub(super) fn report(&self, config: &ControllerConfig) -> StatusReport {
-        let fabric = config.fabric.as_ref();
-        let device = |session: &Arc<DeviceSession>| DeviceStatus {
-            name: session.name().to_owned(),
-            in_fabric: fabric.is_none_or(|fabric| fabric.find_switch(session.name()).is_some()),
-            data_addrs: session.announce.data_addrs.iter().copied().collect(),
-            capabilities: session.announce.capabilities,
-            bus: session.announce.bus.clone(),
-            stats: session.stats().map_err(|error| error.to_string()),
-        };
-        let job = |(name, job): (&String, &Job)| JobStatus {
-            name: name.clone(),
-            joined: job.members.len() as u32,
-            world: job.world,
-            running: job.placement.is_some(),
-            view: job.view,
-            tree: job.placement.as_ref().map(|placement| {
-                placement.as_ref().map_err(Clone::clone).map(|placement| JobTree {
-                    group: placement.group,
-                    levels: placement.levels,
-                    devices: placement.nodes.iter().map(|node| node.device.name().to_owned()).collect(),
-                    by_reference: placement.ranks_by_reference(),
-                })
-            }),
-        };
-        StatusReport {
-            fabric: fabric.map(|fabric| FabricStatus {
-                switches: fabric.switches().len() as u32,
-                hosts: fabric.hosts().len() as u32,
-                aggregation_nodes: fabric.switches().iter().filter(|switch| switch.aggregation.is_some()).count()
-                    as u32,
-            }),
-            devices: self.devices.values().map(device).collect(),
-            jobs: self.jobs.iter().map(job).collect(),
-        }
+        self.leave_queue(name);
+        self.pump(config);
     }
 }
 
@@ -332,6 +333,13 @@ fn agree(job: &str, (request, pinned): (&JoinRequest, &[String]), member: &Membe
     };
     if request.world != first.world {
         return Err(disagree("the number of ranks", request.world.to_string(), first.world.to_string()));
+    }
+    if request.terms.tenant != first.terms.tenant {
+        return Err(disagree("the tenant", request.terms.tenant.clone(), first.terms.tenant.clone()));
+    }
+    if request.terms.wait_ms != first.terms.wait_ms {
+        let ms = |request: &JoinRequest| format!("{} ms", request.terms.wait_ms);
+        return Err(disagree("how long to wait for a tree", ms(request), ms(first)));
     }
     if request.order != first.order {
         return Err(disagree("the order", format!("{:?}", request.order), format!("{:?}", first.order)));

@@ -1,10 +1,13 @@
 //! A controller, devices that answer as they are told, and ranks that join: who contributes by reference.
 
+mod leases;
 mod offers;
+mod quotas;
 mod replan;
 
-use super::proto::{Attach, Membership, TreeMembership};
+use super::proto::{Attach, Membership, Terms, TreeMembership};
 use super::*;
+use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use sumac_hal::ctrl::{
@@ -13,6 +16,9 @@ use sumac_hal::ctrl::{
 };
 use sumac_hal::ids::{BootId, ChildIndex, GroupId};
 use sumac_hal::port::Addr;
+
+/// Devices so far: each is a life of its own.
+static LIVES: AtomicU64 = AtomicU64::new(1);
 
 const HERE: &str = "here";
 
@@ -33,6 +39,21 @@ struct Device {
     stream: TcpStream,
 }
 
+/// What a device says.
+enum Reply {
+    /// What is asked for is done.
+    Yes,
+    With(Box<Response>),
+    /// Nothing, now and later.
+    NoneAnyMore,
+}
+
+impl Reply {
+    fn with(response: Response) -> Self {
+        Self::With(Box::new(response))
+    }
+}
+
 impl Device {
     fn start(controller: &Controller, name: &str, bus: Option<Bus>, refusal: Option<Refusal>) -> Self {
         Self::with_shards(controller, name, 1, bus, refusal)
@@ -45,20 +66,21 @@ impl Device {
         bus: Option<Bus>,
         refusal: Option<Refusal>,
     ) -> Self {
-        Self::serve(controller, announce(name, shards, bus), refusal, |_| false)
+        Self::serve(controller, announce(name, shards, bus), move |request| match (request, refusal) {
+            (Request::CreateGroup(config), Some(refusal)) if !config.by_reference.is_empty() => {
+                Reply::with(Response::Refused(refusal))
+            }
+            _ => Reply::Yes,
+        })
     }
 
     /// A device that answers nothing more from the first request on that `stops_at` says.
     fn that_stops(controller: &Controller, name: &str, stops_at: fn(&Request) -> bool) -> Self {
-        Self::serve(controller, announce(name, 1, None), None, stops_at)
+        let stops = move |request: &Request| if stops_at(request) { Reply::NoneAnyMore } else { Reply::Yes };
+        Self::serve(controller, announce(name, 1, None), stops)
     }
 
-    fn serve(
-        controller: &Controller,
-        announce: Announce,
-        refusal: Option<Refusal>,
-        stops_at: fn(&Request) -> bool,
-    ) -> Self {
+    fn serve(controller: &Controller, announce: Announce, answer: impl Fn(&Request) -> Reply + Send + 'static) -> Self {
         let mut stream = TcpStream::connect(controller.local_addr()).expect("a controller");
         send(&mut stream, &Greeting::Device(announce.clone())).expect("it listens");
         let (created, groups) = channel();
@@ -71,29 +93,30 @@ impl Device {
             let mut silent = false;
             // Until the controller ends.
             while let Ok(Envelope { id, message }) = reader.recv::<Envelope<Request>>() {
-                if silent || stops_at(&message) {
-                    silent = true;
-                    let _ = stops.send(message);
-                    continue;
-                }
+                let reply = if silent { Reply::NoneAnyMore } else { answer(&message) };
                 let message = match message {
+                    message if matches!(reply, Reply::NoneAnyMore) => {
+                        silent = true;
+                        let _ = stops.send(message);
+                        continue;
+                    }
                     Request::Hello => {
                         let _ = welcomed.send(());
                         Response::Hello(announce.clone())
                     }
-                    Request::CreateGroup(config) => match refusal {
-                        Some(refusal) if !config.by_reference.is_empty() => Response::Refused(refusal),
-                        _ => {
+                    Request::CreateGroup(config) => {
+                        if matches!(reply, Reply::Yes) {
                             let _ = created.send(config);
-                            Response::Done
                         }
-                    },
+                        Response::Done
+                    }
                     Request::ReleaseGroup(group) => {
                         let _ = freed.send(group);
                         Response::Done
                     }
                     _ => Response::Done,
                 };
+                let message = if let Reply::With(other) = reply { *other } else { message };
                 if send(&mut stream, &Envelope { id, message }).is_err() {
                     return;
                 }
@@ -111,7 +134,7 @@ impl Device {
 fn announce(name: &str, shards: u16, bus: Option<Bus>) -> Announce {
     Announce {
         name: text(name),
-        boot_id: BootId(1),
+        boot_id: BootId(LIVES.fetch_add(1, Ordering::Relaxed)),
         capabilities: DeviceCapabilities {
             max_packet_len_bytes: PACKET_LEN,
             receive_buffer_bytes: 8 * PACKET_LEN,
@@ -166,6 +189,7 @@ fn join_in(
                 max_packet_len_bytes: PACKET_LEN,
                 attach,
                 machine: machine.map(text),
+                terms: Terms::default(),
             };
             thread::spawn(move || Session::join(addr, request, GREETING_TIMEOUT, |_| None))
         })

@@ -271,6 +271,46 @@ fn a_lease_ends_the_group_unless_somebody_valid_speaks() {
     assert_eq!(rig.node.poll_event(), None, "renewed");
 }
 
+type Renewal<'a> = &'a dyn Fn(&mut Rig);
+
+/// Any valid keyed packet renews a lease (PROTOCOL 10), whatever comes of it otherwise.
+#[test]
+fn every_kind_of_packet_renews_a_lease() {
+    let setup = || Setup { has_parent: true, ..Setup::default() };
+    let up = |kind, child| move |rig: &mut Rig| rig.put(child_addr(child), rig.up(kind, child, 0), &[]);
+    let nak = |reason| move |rig: &mut Rig| rig.nak(1, reason, 0);
+    let down = |kind| move |rig: &mut Rig| rig.put(PARENT, rig.down(kind, 0, 7), &[]);
+    let lost = |rig: &mut Rig| {
+        let repr = Repr { reason: Some(NakReason::Missing), ..rig.down(Kind::Nak, 0, 7) };
+        rig.put(PARENT, repr, &[]);
+    };
+    let kinds: [(&str, Renewal<'_>); 11] = [
+        ("data", &|rig| rig.data(0, 1, &[1.0])),
+        ("the same again", &|rig| rig.data(0, 0, &[1.0])),
+        ("empty", &up(Kind::Empty, 1)),
+        ("probe", &up(Kind::Probe, 0)),
+        ("a child's missing", &nak(NakReason::Missing)),
+        ("a child's mismatch", &nak(NakReason::Mismatch)),
+        ("result", &down(Kind::Result)),
+        ("done", &down(Kind::Done)),
+        ("status", &down(Kind::Status)),
+        ("the parent's missing", &lost),
+        ("renewal", &|rig| {
+            assert_eq!(rig.node.control(&Request::RenewGroup(group_id(0)), rig.now), Response::Done);
+        }),
+    ];
+    for (name, renew) in kinds {
+        let mut rig = Rig::new(setup());
+        rig.data(0, 0, &[1.0]);
+        rig.pass_ms(u64::from(LEASE_MS) - 1);
+        renew(&mut rig);
+        rig.pass_ms(u64::from(LEASE_MS) - 1);
+        assert!(rig.node.has_group(group_id(0)), "{name} renews");
+        rig.pass_ms(1);
+        assert!(!rig.node.has_group(group_id(0)), "{name} renews once");
+    }
+}
+
 #[test]
 fn rare_things_leave_a_trace() {
     let mut rig = Rig::new(Setup::default());

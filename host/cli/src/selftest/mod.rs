@@ -16,6 +16,7 @@ use crate::address::ControllerAddress;
 use crate::cluster::{self, ClusterConfig, Supervisor};
 use crate::exit::Failure;
 use crate::layout::Layout;
+use crate::options;
 use crate::size::SizeBytes;
 use crate::stats;
 use anyhow::{anyhow, ensure};
@@ -29,6 +30,7 @@ use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
+use sumac::controller::proto::{DEFAULT_TENANT, Terms};
 use sumac::controller::status;
 
 /// The largest operation.
@@ -69,6 +71,12 @@ pub(crate) struct SelftestArgs {
     /// Start the devices of the tree planned on this fabric (an ibnetdiscover dump or TOML)
     #[arg(long, value_name = "FILE")]
     topology: Option<PathBuf>,
+    /// On whose account the tests run, where the controller has quotas
+    #[arg(long, value_name = "NAME", default_value = DEFAULT_TENANT, value_parser = options::tenant)]
+    tenant: String,
+    /// How long a test waits in the controller's queue for what others hold of a device, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=86_400))]
+    wait_for_tree: u32,
     /// For how many ranks that tree is planned
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: u32,
@@ -186,7 +194,9 @@ impl Tester<'_> {
         self.jobs += 1;
         let job = format!("selftest-{}-{}", std::process::id(), self.jobs);
         let timeout = Duration::from_secs(self.args.timeout_s);
-        let mut probe = Probe::join(self.controller, job.clone(), devices, timeout)?;
+        let terms =
+            Terms { tenant: self.args.tenant.clone(), wait_ms: self.args.wait_for_tree * 1000, ..Terms::default() };
+        let mut probe = Probe::join(self.controller, (job.clone(), terms), devices, timeout)?;
         let before = Snapshot::take(self.controller, &job, &mut probe)?;
         let len_bytes = self.args.bytes.0 as usize / SMALL_BYTES * SMALL_BYTES;
         let small = self.times(&mut probe, SMALL_BYTES, self.args.iterations)?;

@@ -7,7 +7,7 @@
 use crate::cluster::ClusterError;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
-use sumac::controller::proto::{Attach, JoinRequest};
+use sumac::controller::proto::{Attach, JoinRequest, Terms};
 use sumac::controller::{ClientError, Session};
 use sumac::endpoint::{Buffers, Endpoint, EndpointError, EndpointStats, Event, OpId, PostError};
 use sumac::exec::TreeDriver;
@@ -65,7 +65,7 @@ impl Probe {
     /// Join a job of one rank on `devices`, the root first.
     pub(super) fn join(
         controller: SocketAddr,
-        job: String,
+        (job, terms): (String, Terms),
         devices: Vec<String>,
         timeout: Duration,
     ) -> Result<Self, ProbeError> {
@@ -83,6 +83,7 @@ impl Probe {
             // Links are what is tested.
             attach: Attach::Udp,
             machine: None,
+            terms,
         };
         let (session, membership) = Session::join_on(controller, request, devices, timeout, |_| None)?;
         let tree = membership.tree.map_err(ProbeError::NoTree)?;

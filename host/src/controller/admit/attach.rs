@@ -96,6 +96,11 @@ impl Placement {
         self.nodes.iter().map(|node| node.by_reference.iter().count() as u32).sum()
     }
 
+    /// Tell whether ranks at a node contribute by reference.
+    pub(in crate::controller) fn has_references(&self, node: usize) -> bool {
+        !self.nodes[node].by_reference.is_empty()
+    }
+
     pub(super) fn all_by_reference(&self) -> bool {
         self.ranks_by_reference() == self.ranks.len() as u32
     }

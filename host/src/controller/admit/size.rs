@@ -1,37 +1,13 @@
 //! How large chunk and window of a group are: the largest that all ports, and what is free on all devices, allow.
 
-use super::{PlacedNode, Placement, placed_on};
+use super::{Asking, PlacedNode, Placement};
+use crate::controller::books::{Books, Left};
 use crate::controller::proto::JoinRequest;
 use crate::controller::{ControllerConfig, WINDOW_MIN};
 use sumac_hal::ctrl::Order;
 use sumac_hal::shard::Shard;
 use sumac_hal::uplink::MAX_WINDOW;
 use sumac_hal::wire::HEADER_LEN;
-
-/// What other groups leave of a device, in each shard.
-#[derive(Debug, Clone, Copy)]
-struct Free {
-    slots: u64,
-    memory_bytes: u64,
-    redo_memory_bytes: u64,
-}
-
-impl Free {
-    fn on<'p>(node: &PlacedNode, used: impl Iterator<Item = &'p Placement>) -> Self {
-        let announce = &node.device.announce;
-        let mut free = Self {
-            slots: u64::from(announce.capabilities.slots),
-            memory_bytes: announce.capabilities.slot_memory_bytes,
-            redo_memory_bytes: announce.bus.as_ref().map_or(0, |bus| bus.redo_memory_bytes),
-        };
-        for (placement, node) in placed_on(&node.device, used) {
-            free.slots = free.slots.saturating_sub(u64::from(placement.slots));
-            free.memory_bytes = free.memory_bytes.saturating_sub(node.memory_bytes);
-            free.redo_memory_bytes = free.redo_memory_bytes.saturating_sub(node.redo_memory_bytes);
-        }
-        free
-    }
-}
 
 /// What a slot of a group takes on a device, in bytes.
 #[derive(Debug, Clone, Copy)]
@@ -50,6 +26,16 @@ impl Slot {
     }
 }
 
+impl Slot {
+    /// Tell whether so many fit into what is left.
+    fn fits(&self, slots: u64, left: &Left) -> bool {
+        slots <= left.slots
+            && slots * self.memory_bytes <= left.memory_bytes
+            && slots * self.redo_memory_bytes <= left.redo_memory_bytes
+            && slots * (self.memory_bytes + self.redo_memory_bytes) <= left.quota_memory_bytes
+    }
+}
+
 /// Return how much redo memory a slot takes: a head of a cache line, the accumulators, and one chunk for what can't be
 /// combined where it is. Contributions that combine pairwise take an accumulator a level of the pairs.
 fn redo_slot_len_bytes(order: Order, children: u16, chunk: u32) -> u64 {
@@ -62,12 +48,9 @@ fn redo_slot_len_bytes(order: Order, children: u16, chunk: u32) -> u64 {
 
 impl Placement {
     /// Choose chunk and window, and let leaves without room for redo slots take packets.
-    pub(super) fn size<'p>(
-        &mut self,
-        config: &ControllerConfig,
-        used: impl Iterator<Item = &'p Self> + Clone,
-        requests: &[&JoinRequest],
-    ) -> Result<(), String> {
+    pub(super) fn size(&mut self, config: &ControllerConfig, books: &Books, asking: Asking<'_>) -> Result<(), String> {
+        let requests = asking.requests;
+        let left = |node: &PlacedNode| books.left(asking.tenant, &node.device.key());
         let mut chunk = self.chunk_len(config, requests)?;
         let shard = Shard::new(0, self.nodes[0].device.announce.data_addrs.len() as u16);
         let shard = shard.ok_or_else(|| format!("device {} has no shard", self.nodes[0].device.name()))?;
@@ -75,13 +58,13 @@ impl Placement {
         let order = requests[0].order;
         for index in 0..self.nodes.len() {
             let node = &self.nodes[index];
-            let (free, need) =
-                (Free::on(node, used.clone()), slots(1) * Slot::on(node, order, chunk).redo_memory_bytes);
-            if need > free.redo_memory_bytes {
+            let (left, slot) = (left(node), Slot::on(node, order, chunk));
+            let need = slots(1) * slot.redo_memory_bytes;
+            let most = left.redo_memory_bytes.min(left.quota_memory_bytes.saturating_sub(slots(1) * slot.memory_bytes));
+            if need > most {
                 let why = format!(
-                    "the device has {} bytes of memory for redo slots free, and a window of one chunk of {chunk} bytes \
-                     takes {need}",
-                    free.redo_memory_bytes
+                    "the device has {most} bytes of memory for redo slots free, and a window of one chunk of {chunk} bytes \
+                     takes {need}"
                 );
                 self.turn_inline(index, requests, &why)?;
                 // Packets carry chunks from now on. Those of leaves that were looked at do not grow: several leaves have
@@ -95,23 +78,17 @@ impl Placement {
             false => u64::from(config.window_bytes / chunk).clamp(u64::from(WINDOW_MIN), MAX_WINDOW),
         };
         for node in &self.nodes {
-            let (free, slot) = (Free::on(node, used.clone()), Slot::on(node, order, chunk));
-            let fits = |window: u64| {
-                let slots = slots(window);
-                slots <= free.slots
-                    && slots * slot.memory_bytes <= free.memory_bytes
-                    && slots * slot.redo_memory_bytes <= free.redo_memory_bytes
-            };
-            while window > 0 && !fits(window) {
+            let (left, slot) = (left(node), Slot::on(node, order, chunk));
+            while window > 0 && !slot.fits(slots(window), &left) {
                 window /= 2;
             }
-            if window == 0 {
+            if window == 0 || left.groups == 0 {
                 return Err(format!(
                     "device {} has {} slots and {} bytes of slot memory free, too little for a window of one chunk of \
                      {chunk} bytes from {} children",
                     node.device.name(),
-                    free.slots,
-                    free.memory_bytes,
+                    left.slots,
+                    left.memory_bytes,
                     node.children
                 ));
             }

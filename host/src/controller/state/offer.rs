@@ -1,8 +1,9 @@
-//! A tree for a running job that has none, once there is a device that was not there before.
+//! A tree for a running job that has none, once there is one for it.
 //!
 //! Ranks that run schedules can't stop anywhere: some are in the middle of an operation that others have not begun. So
 //! each says from which call on it waits, and all move at the greatest of these numbers ([`ClientReply::Offer`]). Then they
-//! ask for a tree as after the loss of one.
+//! ask for a tree as after the loss of one. What it takes is held for them meanwhile, but not for ever: a job that makes no
+//! calls gets what there is when it comes.
 
 use super::{Client, Job, State};
 use crate::controller::proto::ClientReply;
@@ -11,18 +12,6 @@ use std::sync::Arc;
 use sumac_hal::ids::Rank;
 
 impl State {
-    /// There is a device more: offer it to jobs without a tree.
-    pub(super) fn offer(&mut self) {
-        for (name, job) in &mut self.jobs {
-            let is_whole = job.members.len() == job.world as usize;
-            if matches!(job.placement, Some(Err(_))) && is_whole && job.offer.is_none() && job.waiting.is_empty() {
-                tracing::info!(job = name, view = job.view, "a device has come: the job may have a tree");
-                job.offer = Some(BTreeMap::new());
-                job.tell(&ClientReply::Offer { view: job.view });
-            }
-        }
-    }
-
     /// A rank waits from a call on; the last one to say so says when the job moves.
     pub(in crate::controller) fn pause(
         &mut self,
@@ -39,13 +28,28 @@ impl State {
         offer.insert(*rank, at);
         if offer.len() == job.world as usize {
             let call = offer.values().copied().max().unwrap_or(0);
-            job.offer = None;
+            (job.offer, job.is_moving) = (None, true);
             job.tell(&ClientReply::MoveAt { view, call });
         }
     }
 }
 
 impl Job {
+    /// Tell whether ranks can be offered a tree: all are there, none is busy with the loss of one.
+    pub(super) fn can_move(&self) -> bool {
+        let is_whole = self.members.len() == self.world as usize;
+        let is_busy = self.suspected || !self.waiting.is_empty() || self.placing.is_some();
+        is_whole && !is_busy && matches!(self.placement, Some(Err(_)))
+    }
+
+    /// Offer a tree, unless the ranks are on their way to one already.
+    pub(super) fn make_offer(&mut self) {
+        if self.offer.is_none() && !self.is_moving {
+            self.offer = Some(BTreeMap::new());
+            self.tell(&ClientReply::Offer { view: self.view });
+        }
+    }
+
     /// A rank is gone, and a tree is for all: those that wait go on.
     pub(super) fn withdraw_offer(&mut self) {
         if self.offer.take().is_some() {

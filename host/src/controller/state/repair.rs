@@ -15,9 +15,8 @@
 //! The new group shares nothing with the lost one, number and epoch included: a device that wakes up late can't be
 //! mistaken for a member.
 
-use super::{Client, Job, State};
+use super::{Client, Draft, Job, State};
 use crate::controller::ControllerConfig;
-use crate::controller::admit::Placement;
 use crate::controller::device::DeviceSession;
 use crate::controller::proto::ClientReply;
 use std::collections::BTreeMap;
@@ -40,15 +39,15 @@ impl State {
         job.tell(&ClientReply::Repair { view });
     }
 
-    /// A rank wants another tree than that of a view; the last one to want it moves the job. Returns what the job has
-    /// left, for the caller to release when the state is unlocked: its devices may have stopped.
+    /// A rank wants another tree than that of a view; the last one to want it moves the job. Returns what is to be carried
+    /// out for that.
     pub(in crate::controller) fn replan(
         &mut self,
         config: &ControllerConfig,
         place: Option<&(String, Rank)>,
         client: &Arc<Client>,
         view: u32,
-    ) -> Option<Placement> {
+    ) -> Option<Draft> {
         match self.want(place, client, view) {
             Ok(name) => self.move_on(config, name?),
             Err(reason) => {
@@ -81,27 +80,12 @@ impl State {
         if let Some(gone) = (0..job.world).map(Rank).find(|rank| !job.members.contains_key(rank)) {
             return Err(is_gone(name, gone));
         }
+        if job.placing.is_some() {
+            // All have asked, and are about to be told.
+            return Ok(None);
+        }
         job.waiting.insert(*rank);
         Ok((job.waiting.len() == job.world as usize).then_some(name.as_str()))
-    }
-
-    /// All ranks want another tree: begin the next view.
-    fn move_on(&mut self, config: &ControllerConfig, name: &str) -> Option<Placement> {
-        let mut job = self.jobs.remove(name)?;
-        job.view += 1;
-        job.suspected = false;
-        job.waiting.clear();
-        job.offer = None;
-        // A view without a tree has lost none: what was lost before it still is.
-        if let Some(Ok(placement)) = &job.placement {
-            job.lost = placement.nodes.iter().map(|node| Arc::clone(&node.device)).collect();
-        }
-        let placed = self.place(config, name, &job);
-        let lost = job.placement.replace(placed);
-        let view = job.view;
-        job.tell_places(config, |membership| ClientReply::Replanned { view, membership });
-        self.jobs.insert(name.to_owned(), job);
-        lost?.ok()
     }
 
     /// A rank wants to know who is left of its job.

@@ -7,7 +7,7 @@ use std::time::Instant;
 use sumac_hal::ids::Epoch;
 
 /// Longer than anything here takes, and shorter than a controller waits for a device.
-const SOON: Duration = Duration::from_secs(4);
+pub(super) const SOON: Duration = Duration::from_secs(4);
 
 /// One rank's end of its connection, each message by hand.
 pub(super) struct Raw {
@@ -17,13 +17,17 @@ pub(super) struct Raw {
 
 impl Raw {
     fn join(controller: &Controller, rank: u32, world: u32, devices: &[&str]) -> Self {
+        Self::join_with(controller, request(rank, world), devices)
+    }
+
+    pub(super) fn join_with(controller: &Controller, request: JoinRequest, devices: &[&str]) -> Self {
         let mut stream = TcpStream::connect(controller.local_addr()).expect("a controller");
         stream.set_read_timeout(Some(SOON)).expect("a socket");
         let reader = FrameReader::new(stream.try_clone().expect("a file"));
         send(&mut stream, &Greeting::Client).expect("it listens");
         let mut raw = Self { stream, reader };
         let devices = devices.iter().map(|&device| device.to_owned()).collect();
-        raw.say(ClientRequest::JoinOn { request: request(rank, world), devices });
+        raw.say(ClientRequest::JoinOn { request, devices });
         raw
     }
 
@@ -31,33 +35,39 @@ impl Raw {
         send(&mut self.stream, &request).expect("it listens");
     }
 
-    /// Return what is said next, but offers: a device that comes may be one for a job without a tree.
-    fn hear(&mut self) -> ClientReply {
+    /// Return what is said next, but offers and places in the queue: a device that comes may be one for a job without a
+    /// tree.
+    pub(super) fn hear(&mut self) -> ClientReply {
         loop {
             match self.hear_all() {
-                ClientReply::Offer { .. } => {}
+                ClientReply::Offer { .. } | ClientReply::Queued(_) => {}
                 reply => return reply,
             }
         }
+    }
+
+    /// Wait longer from now on than for a device that does not answer.
+    pub(super) fn patient(&mut self) {
+        self.stream.set_read_timeout(Some(2 * GREETING_TIMEOUT)).expect("a socket");
     }
 
     pub(super) fn hear_all(&mut self) -> ClientReply {
         self.reader.recv().expect("an answer")
     }
 
-    fn joined(&mut self) -> Membership {
+    pub(super) fn joined(&mut self) -> Membership {
         let ClientReply::Joined(membership) = self.hear() else { panic!("all have joined") };
         *membership
     }
 
-    fn replanned(&mut self) -> (u32, Membership) {
+    pub(super) fn replanned(&mut self) -> (u32, Membership) {
         let reply = self.hear();
         let ClientReply::Replanned { view, membership } = reply else { panic!("all have asked: {reply:?}") };
         (view, *membership)
     }
 
     /// Return the view that another tree was refused for, and why.
-    fn refused(&mut self) -> (u32, String) {
+    pub(super) fn refused(&mut self) -> (u32, String) {
         let reply = self.hear();
         let ClientReply::NotReplanned { view, reason } = reply else { panic!("refused: {reply:?}") };
         (view, reason)
@@ -72,7 +82,7 @@ impl Raw {
     }
 }
 
-fn request(rank: u32, world: u32) -> JoinRequest {
+pub(super) fn request(rank: u32, world: u32) -> JoinRequest {
     JoinRequest {
         job: "job".into(),
         rank: Rank(rank),
@@ -84,6 +94,7 @@ fn request(rank: u32, world: u32) -> JoinRequest {
         max_packet_len_bytes: PACKET_LEN,
         attach: Attach::Udp,
         machine: None,
+        terms: Terms { moves: true, ..Terms::default() },
     }
 }
 
@@ -113,12 +124,12 @@ pub(super) fn why(membership: &Membership) -> &str {
     membership.tree.as_ref().expect_err("no tree")
 }
 
-fn released(device: &Device) -> GroupId {
+pub(super) fn released(device: &Device) -> GroupId {
     device.released.recv_timeout(GREETING_TIMEOUT).expect("an order")
 }
 
 /// End a device, and wait until the controller knows.
-fn end(device: Device, controller: &Controller) {
+pub(super) fn end(device: Device, controller: &Controller) {
     let devices = || status(controller.local_addr()).expect("a report").devices.len();
     let before = devices();
     hang_up(&device.stream);
@@ -352,6 +363,17 @@ fn all_ranks_are_told_once_that_a_tree_is_lost() {
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), ClientReply::Repair { view: 1 }));
 }
 
+/// Wait until the only job has no tree, and return why.
+pub(super) fn until_without(controller: &Controller) -> String {
+    loop {
+        let report = status(controller.local_addr()).expect("a report");
+        match report.jobs.into_iter().next().and_then(|job| job.tree) {
+            Some(Err(why)) => return why,
+            _ => thread::yield_now(),
+        }
+    }
+}
+
 #[test]
 fn sessions_hear_of_a_lost_tree_and_get_another_one() {
     let controller = controller();
@@ -362,7 +384,7 @@ fn sessions_hear_of_a_lost_tree_and_get_another_one() {
         .map(|rank| {
             let told = told.clone();
             let told = move |notice| {
-                if !matches!(notice, Notice::Withdrawn | Notice::ControllerLost) {
+                if !matches!(notice, Notice::Withdrawn | Notice::Queued(_) | Notice::ControllerLost) {
                     told.send((rank, notice)).expect("somebody listens");
                 }
                 None
@@ -375,14 +397,17 @@ fn sessions_hear_of_a_lost_tree_and_get_another_one() {
     let mut heard = [(); 2].map(|()| notices.recv_timeout(SOON).expect("a notice"));
     heard.sort_by_key(|(rank, _)| *rank);
     assert_eq!(heard, [0, 1].map(|rank| (rank, Notice::Repair { view: 0 })));
-    // Before its time is up the other one is not there; its wish stands.
+    // Before its time is up the other one is not there. Its wish stands, but it does not wait for the tree any more: that is
+    // no tree for the job.
     let error = ranks[0].0.replan(0, Instant::now()).expect_err("alone");
     assert!(matches!(error, ClientError::ReplanTimeout { view: 0, .. }), "{error}");
     let later = Instant::now() + SOON;
     let second = ranks[1].0.replan(0, later).expect("all have asked");
-    let first = ranks[0].0.replan(0, later).expect("the answer that came meanwhile");
-    assert_eq!([&first, &second].map(|membership| of(membership).leaf.as_str()), ["leaf1"; 2]);
-    // The second wish was refused, which is no answer to the next one.
+    assert_eq!(of(&second).leaf, "leaf1");
+    let declined = until_without(&controller);
+    assert_eq!(declined, "rank 0 declined its tree: it came too late for a rank");
+    let error = ranks[0].0.replan(0, later).expect_err("stale").to_string();
+    assert_eq!(error, "no other tree than that of view 0: job \"job\" is at view 1");
     thread::scope(|scope| {
         let first = scope.spawn(|| ranks[0].0.replan(1, later));
         let second = ranks[1].0.replan(1, later).expect("all have asked");
@@ -413,6 +438,7 @@ fn nowhere(mesh_token: u64) -> Membership {
     let table = crate::choice::CostTable::EMULATED;
     Membership {
         tree: Err("none".into()),
+        queue: None,
         mesh: Vec::new(),
         repair_mesh: Vec::new(),
         mesh_token,

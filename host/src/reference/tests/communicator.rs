@@ -29,6 +29,7 @@ fn controller(ranks: u32, socket: String) -> SocketAddr {
         for (request, stream) in &mut seats {
             let membership = Membership {
                 tree: Ok(tree(request.rank, &socket)),
+                queue: None,
                 mesh: mesh.clone(),
                 repair_mesh: repair_mesh.clone(),
                 mesh_token: 1,

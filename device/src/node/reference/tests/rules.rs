@@ -238,6 +238,25 @@ fn different_operations_are_told_to_both() {
     assert_eq!(answers, [(0, 0, EntryStatus::Mismatch), (1, 0, EntryStatus::Mismatch)]);
 }
 
+/// What comes through a ring is as good as a packet, also if nothing is taken of it.
+#[test]
+fn a_submission_renews_a_lease() {
+    for is_taken in [true, false] {
+        let mut world = both();
+        world.rig.pass_ms(u64::from(LEASE_MS) - 1);
+        if is_taken {
+            world.contribute(0, 0);
+        } else {
+            let entry = Contribution { count: 0, ..world.entry(0, 0) };
+            assert!(world.submit(0, &entry).is_err());
+        }
+        world.rig.pass_ms(u64::from(LEASE_MS) - 1);
+        assert!(world.rig.node.has_group(group_id(0)));
+        world.rig.pass_ms(1);
+        assert!(!world.rig.node.has_group(group_id(0)));
+    }
+}
+
 #[test]
 fn a_group_that_ends_gives_memory_back_only_when_its_chains_have() {
     for by_lease in [false, true] {

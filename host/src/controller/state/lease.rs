@@ -1,0 +1,123 @@
+//! Leases: groups are renewed while their job lives, and a group that a device has freed is freed everywhere.
+//!
+//! Any valid packet renews a group at the device that it reaches; the controller renews it at all, so that a job which does
+//! nothing for a while keeps its tree. A device that has no such group any more says so when it is to renew it. Then the
+//! group is released on all nodes, what it took is given back, and the job's ranks are told that the tree is lost.
+//!
+//! What an earlier life of the controller has left on a device is not in the books; nobody but the job's own packets renews
+//! it, and a device that is more crowded than the books say is asked again until it is less so.
+
+use super::State;
+use crate::controller::ControllerConfig;
+use crate::controller::books::DeviceKey;
+use crate::controller::device::{Asked, DeviceError, DeviceSession, answer_due};
+use crate::controller::proto::ClientReply;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use sumac_hal::ctrl::{Refusal, Request};
+use sumac_hal::ids::GroupId;
+
+/// What devices are asked for the leases' sake.
+pub(in crate::controller) struct Round {
+    leases: Vec<(Arc<DeviceSession>, GroupId)>,
+    crowded: Vec<Arc<DeviceSession>>,
+}
+
+/// What came of it.
+pub(in crate::controller) struct Renewed {
+    expired: Vec<(DeviceKey, GroupId)>,
+    /// The slots in use on devices that were crowded.
+    slots_used: Vec<(DeviceKey, u32)>,
+}
+
+impl Round {
+    /// Ask all devices at once. The state is not locked meanwhile: one that has stopped takes seconds.
+    pub(in crate::controller) fn ask(self) -> Renewed {
+        let due = answer_due();
+        let post = |device: &Arc<DeviceSession>, request| device.post(request);
+        let leases: Vec<(_, Result<Asked, DeviceError>)> = self
+            .leases
+            .into_iter()
+            .map(|(device, group)| ((device.key(), group), (post(&device, Request::RenewGroup(group)), device)))
+            .map(|(lease, (asked, device))| ((lease, device), asked))
+            .collect();
+        let stats: Vec<_> = self.crowded.into_iter().map(|device| (post(&device, Request::Stats), device)).collect();
+        let mut renewed = Renewed { expired: Vec::new(), slots_used: Vec::new() };
+        for ((lease, device), asked) in leases {
+            match asked.and_then(|asked| device.done(&asked, due)) {
+                Ok(()) => {}
+                Err(DeviceError::Refused(Refusal::NoGroup(_))) => renewed.expired.push(lease),
+                Err(error) => tracing::warn!(device = device.name(), group = %lease.1, %error, "lease not renewed"),
+            }
+        }
+        for (asked, device) in stats {
+            if let Ok(stats) = asked.and_then(|asked| device.counted(&asked, due)) {
+                renewed.slots_used.push((device.key(), stats.slots_used));
+            }
+        }
+        renewed
+    }
+}
+
+impl State {
+    /// Return what devices are to be asked: to renew each group on each of its devices.
+    pub(in crate::controller) fn round(&self) -> Round {
+        let placements = self.jobs.values().filter_map(|job| job.placement.as_ref()?.as_ref().ok());
+        let leases = placements.flat_map(|placement| {
+            let devices = placement.nodes.iter().filter_map(|node| self.session(&node.device.key()));
+            devices.map(|device| (device, placement.group))
+        });
+        Round { leases: leases.collect(), crowded: self.crowded.keys().filter_map(|key| self.session(key)).collect() }
+    }
+
+    /// Return the connection of a device in that life, if it is there.
+    pub(super) fn session(&self, key: &DeviceKey) -> Option<Arc<DeviceSession>> {
+        self.devices.get(&key.name).filter(|device| device.announce.boot_id == key.boot_id).cloned()
+    }
+
+    /// Take in what devices have said.
+    pub(in crate::controller) fn renewed(&mut self, config: &ControllerConfig, renewed: Renewed) {
+        for (device, group) in renewed.expired {
+            self.expire(&device, group);
+        }
+        for (device, slots_used) in renewed.slots_used {
+            let Some(known) = self.crowded.get_mut(&device) else { continue };
+            if slots_used < *known {
+                self.crowded.remove(&device);
+                self.books.touch();
+            } else {
+                *known = slots_used;
+            }
+        }
+        let were_silent = std::mem::take(&mut self.silent);
+        let is_silent = |key: &DeviceKey| self.session(key).is_some_and(|device| !device.answers());
+        let (silent, others): (_, BTreeSet<_>) = were_silent.into_iter().partition(is_silent);
+        self.silent = silent;
+        if !others.is_empty() {
+            self.books.touch();
+            self.reconsider(config);
+        }
+        self.pump(config);
+    }
+
+    /// A device has a group no more that it should have: the tree is lost.
+    fn expire(&mut self, device: &DeviceKey, group: GroupId) {
+        let of_group = |placed: &Result<_, String>| matches!(placed, Ok(placement) if holds(placement, group));
+        let found = self.jobs.iter_mut().find(|(_, job)| job.placement.as_ref().is_some_and(of_group));
+        // It may have ended or moved meanwhile.
+        let Some((name, job)) = found else { return };
+        let why = format!("the lease of its group ran out on device {}", device.name);
+        tracing::warn!(job = name, view = job.view, %group, why, "tree is lost");
+        let lost = job.placement.replace(Err(why));
+        if !std::mem::replace(&mut job.suspected, true) {
+            job.tell(&ClientReply::Repair { view: job.view });
+        }
+        if let Some(Ok(placement)) = lost {
+            self.release(&placement);
+        }
+    }
+}
+
+fn holds(placement: &crate::controller::admit::Placement, group: GroupId) -> bool {
+    placement.group == group
+}

@@ -1,0 +1,88 @@
+//! What the controller says of itself.
+
+use super::{Job, State};
+use crate::controller::ControllerConfig;
+use crate::controller::device::{DeviceSession, answer_due};
+use crate::controller::proto::{DeviceStatus, FabricStatus, JobStatus, JobTree, StatusReport, TenantStatus};
+use crate::controller::queue::Standing;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use sumac_hal::ctrl::Request;
+
+/// A report that lacks what devices say of themselves.
+pub(in crate::controller) struct Report {
+    told: StatusReport,
+    devices: Vec<Arc<DeviceSession>>,
+}
+
+impl Report {
+    /// Ask the devices. The state is not locked meanwhile: one that has stopped takes seconds.
+    pub(in crate::controller) fn ask_devices(mut self) -> StatusReport {
+        let due = answer_due();
+        let asked: Vec<_> = self.devices.iter().map(|device| device.post(Request::Stats)).collect();
+        for ((session, asked), device) in self.devices.iter().zip(asked).zip(&mut self.told.devices) {
+            let stats = asked.and_then(|asked| session.counted(&asked, due));
+            device.stats = stats.map_err(|error| error.to_string());
+        }
+        self.told
+    }
+}
+
+impl State {
+    pub(in crate::controller) fn report(&self, config: &ControllerConfig) -> Report {
+        let fabric = config.fabric.as_ref();
+        let device = |session: &Arc<DeviceSession>| DeviceStatus {
+            name: session.name().to_owned(),
+            in_fabric: fabric.is_none_or(|fabric| fabric.find_switch(session.name()).is_some()),
+            data_addrs: session.announce.data_addrs.iter().copied().collect(),
+            capabilities: session.announce.capabilities,
+            bus: session.announce.bus.clone(),
+            stats: Err(String::new()),
+        };
+        let told = StatusReport {
+            fabric: fabric.map(|fabric| FabricStatus {
+                switches: fabric.switches().len() as u32,
+                hosts: fabric.hosts().len() as u32,
+                aggregation_nodes: fabric.switches().iter().filter(|switch| switch.aggregation.is_some()).count()
+                    as u32,
+            }),
+            devices: self.devices.values().map(device).collect(),
+            jobs: self.jobs.iter().map(|(name, job)| self.report_job(name, job)).collect(),
+            tenants: self.report_tenants(),
+        };
+        Report { told, devices: self.devices.values().cloned().collect() }
+    }
+
+    fn report_job(&self, name: &str, job: &Job) -> JobStatus {
+        let standing = self.queue.get(name).map(|entry| entry.standing);
+        JobStatus {
+            name: name.to_owned(),
+            tenant: job.tenant().to_owned(),
+            joined: job.members.len() as u32,
+            world: job.world,
+            running: job.placement.is_some(),
+            view: job.view,
+            tree: job.placement.as_ref().map(|placement| {
+                placement.as_ref().map_err(Clone::clone).map(|placement| JobTree {
+                    group: placement.group,
+                    levels: placement.levels,
+                    devices: placement.nodes.iter().map(|node| node.device.name().to_owned()).collect(),
+                    by_reference: placement.ranks_by_reference(),
+                })
+            }),
+            queue: self.queue.place(name, &self.books),
+            is_offered: standing.is_some_and(|standing| standing != Standing::Waits) || job.placing.is_some(),
+        }
+    }
+
+    fn report_tenants(&self) -> Vec<TenantStatus> {
+        let running = self.jobs.values().map(|job| job.tenant().to_owned());
+        let names: BTreeSet<String> = self.books.tenants().chain(running).collect();
+        let tenant = |name: String| {
+            let (held, quota) = self.books.held(&name);
+            let (groups, slots, memory_bytes) = (held.groups, held.slots, held.memory_bytes);
+            TenantStatus { name, groups, slots, memory_bytes, quota }
+        };
+        names.into_iter().map(tenant).collect()
+    }
+}

@@ -1,0 +1,87 @@
+//! Leases as the controller keeps them: what a device has freed is freed everywhere, and what an earlier controller has
+//! left is waited for.
+
+use super::super::proto::ClientReply;
+use super::replan::{Raw, of, released, replan, request, why};
+use super::*;
+use std::sync::atomic::{AtomicBool, AtomicU32};
+use sumac_hal::ctrl::{Counters, Stats};
+
+fn quick() -> Controller {
+    let config = ControllerConfig { lease: Duration::from_secs(1), ..ControllerConfig::new() };
+    Controller::start(config).expect("a port")
+}
+
+/// A chain of two devices of which one has lost the group: the other one's is released, the ranks are told, and both
+/// devices are free for the job's next tree, and for others.
+#[test]
+fn a_group_that_one_node_has_freed_is_freed_on_all_and_its_job_told() {
+    let controller = quick();
+    let root = Device::start(&controller, "root", None, None);
+    let is_expired = Arc::new(AtomicBool::new(false));
+    let expired = Arc::clone(&is_expired);
+    let answer = move |request: &Request| match *request {
+        Request::RenewGroup(group) if expired.load(Ordering::Relaxed) => {
+            Reply::with(Response::Refused(Refusal::NoGroup(group)))
+        }
+        _ => Reply::Yes,
+    };
+    let _leaf = Device::serve(&controller, announce("leaf", 1, None), answer);
+    let mut ranks: Vec<Raw> =
+        (0..2).map(|rank| Raw::join_with(&controller, request(rank, 2), &["root", "leaf"])).collect();
+    let before: Vec<Membership> = ranks.iter_mut().map(Raw::joined).collect();
+    is_expired.store(true, Ordering::Relaxed);
+    assert_eq!(released(&root), of(&before[0]).group);
+    for rank in &mut ranks {
+        assert_eq!(rank.hear_all(), ClientReply::Repair { view: 0 });
+    }
+    let report = ranks[0].report();
+    let lost = report.jobs[0].tree.as_ref().expect("running").as_ref().expect_err("lost");
+    assert_eq!(lost, "the lease of its group ran out on device leaf");
+    assert_eq!((report.tenants[0].groups, report.tenants[0].slots), (0, 0), "all is given back");
+    is_expired.store(false, Ordering::Relaxed);
+    // No device is to blame.
+    let after = replan(&mut ranks, 0);
+    assert!(after.iter().all(|membership| of(membership).leaf == "leaf"));
+    assert_ne!(of(&after[0]).group, of(&before[0]).group);
+}
+
+/// A device may hold groups that this controller knows nothing of: of an earlier one. Whom it refuses waits until those
+/// leases have run out.
+#[test]
+fn what_an_earlier_controller_has_left_is_waited_for() {
+    let controller = quick();
+    let (slots_used, asked) = (Arc::new(AtomicU32::new(900)), Arc::new(AtomicU32::new(0)));
+    let (used, times) = (Arc::clone(&slots_used), Arc::clone(&asked));
+    let answer = move |request: &Request| match request {
+        Request::CreateGroup(_) if used.load(Ordering::Relaxed) > 0 => {
+            Reply::with(Response::Refused(Refusal::NoSlots { need: 512 }))
+        }
+        Request::Stats => {
+            times.fetch_add(1, Ordering::Relaxed);
+            Reply::with(Response::Stats(Stats {
+                boot_id: BootId(1),
+                groups: 1,
+                trees: 1,
+                slots_used: used.load(Ordering::Relaxed),
+                slot_memory_used_bytes: 0,
+                counters: Counters::default(),
+            }))
+        }
+        _ => Reply::Yes,
+    };
+    let _device = Device::serve(&controller, announce("leaf0", 1, None), answer);
+    let mut rank = Raw::join_with(&controller, request(0, 1), &[]);
+    let waits = rank.joined();
+    assert!(why(&waits).starts_with("device leaf0: it refused: 512 slots are needed"), "{}", why(&waits));
+    assert!(waits.queue.is_some());
+    // It is asked, a third of the lease apart, and nothing is offered while it is as full as before.
+    let seen = asked.load(Ordering::Relaxed);
+    while asked.load(Ordering::Relaxed) < seen + 2 {
+        thread::yield_now();
+    }
+    assert!(!status(controller.local_addr()).expect("a report").jobs[0].is_offered);
+    slots_used.store(0, Ordering::Relaxed);
+    let ClientReply::Offer { view: 0 } = rank.hear_all() else { panic!("there is room now") };
+    assert_eq!(of(&replan(std::slice::from_mut(&mut rank), 0)[0]).leaf, "leaf0");
+}

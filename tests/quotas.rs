@@ -1,0 +1,324 @@
+//! Tenants that share a device too small for all of them: who has no tree runs by schedules, says where it stands, and
+//! moves to the tree when its turn comes, at the same call everywhere.
+
+mod common;
+
+use common::{Cluster, by_packets, plain};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+use sumac::choice::CostTable;
+use sumac::controller::proto::{JobStatus, QueuePlace};
+use sumac::controller::{Controller, ControllerConfig, Quota, Quotas, status};
+use sumac::{Algo, Communicator, Dtype, JoinConfig, OpDesc, Outcome, Path, ReduceOp};
+use sumac_firmware::emulated::{Board, BoardConfig, BusConfig};
+use sumac_hal::ctrl::{
+    Announce, Bus, DeviceCapabilities, Envelope, FrameReader, Greeting, Name, Request, Response, send,
+};
+use sumac_hal::ids::BootId;
+use sumac_hal::port::Addr;
+
+/// How long anything here may take.
+const SOON: Duration = Duration::from_secs(30);
+
+const LEN: usize = 3000;
+
+/// A controller that takes the tree where there is one, and a device with room for one group.
+fn one_group(quotas: Quotas, lease: Duration) -> Cluster {
+    let table = CostTable::EMULATED.with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
+    let config = ControllerConfig { table, quotas, lease, ..ControllerConfig::new() };
+    let controller = Controller::start(config).expect("a controller on loopback");
+    let board = board(controller.local_addr(), 1);
+    Cluster { controller, boards: vec![board] }
+}
+
+fn board(controller: SocketAddr, groups: u16) -> Board {
+    let bus = Some(BusConfig::default());
+    let config = BoardConfig { slot_memory_bytes: 16 << 20, groups, bus, ..BoardConfig::new("small", controller) };
+    let board = Board::start(config).expect("a board on loopback");
+    assert!(board.wait_registered(SOON), "the controller does not answer");
+    board
+}
+
+fn add(comm: &Communicator, op: u64) -> Outcome {
+    let mut buffer: Vec<u64> = (0..LEN as u64).map(|i| op * i + u64::from(comm.rank())).collect();
+    let outcome = comm.all_reduce(&mut buffer, ReduceOp::Sum).expect("a sum");
+    let ranks = u64::from(comm.size());
+    let sum = |i: u64| ranks * op * i + ranks * (ranks - 1) / 2;
+    assert!((0..).zip(&buffer).all(|(i, &x)| x == sum(i)), "operation {op}");
+    outcome
+}
+
+fn explained(comm: &Communicator) -> String {
+    comm.explain(&OpDesc::all_reduce(Dtype::U64, ReduceOp::Sum, LEN as u64), Algo::Tree).to_string()
+}
+
+/// Add until an operation goes by that path; all ranks see it at the same one.
+fn until(comm: &Communicator, op: &mut u64, path: Path) -> u64 {
+    let give_up = Instant::now() + SOON;
+    loop {
+        assert!(Instant::now() < give_up, "rank {}: no operation by {}", comm.rank(), path.name());
+        let outcome = add(comm, *op);
+        *op += 1;
+        if outcome.path == path {
+            return *op - 1;
+        }
+    }
+}
+
+fn wait_for(what: &str, done: impl Fn() -> bool) {
+    let give_up = Instant::now() + SOON;
+    while !done() {
+        assert!(Instant::now() < give_up, "{what}");
+        thread::yield_now();
+    }
+}
+
+fn job(cluster: &Cluster, name: &str) -> Option<JobStatus> {
+    let report = status(cluster.controller.local_addr()).expect("a report");
+    report.jobs.into_iter().find(|job| job.name == name)
+}
+
+fn of_tenant(tenant: &'static str, way: fn(&mut JoinConfig)) -> impl Fn(&mut JoinConfig) + Sync {
+    move |config| {
+        way(config);
+        config.tenant = tenant.into();
+    }
+}
+
+/// What is left when all jobs are gone: nothing, in the controller's books and on the device.
+fn assert_all_is_free(cluster: &Cluster) {
+    let is_free = || {
+        let report = status(cluster.controller.local_addr()).expect("a report");
+        let stats = report.devices[0].stats.as_ref().expect("it answers");
+        let device = (stats.groups, stats.trees, stats.slots_used, stats.slot_memory_used_bytes);
+        report.tenants.iter().all(|tenant| tenant.groups == 0) && report.jobs.is_empty() && device == (0, 0, 0, 0)
+    };
+    wait_for("something is still held", is_free);
+}
+
+#[test]
+fn the_second_tenant_runs_by_schedules_and_gets_the_tree_when_the_first_leaves() {
+    for way in [plain as fn(&mut JoinConfig), by_packets] {
+        let cluster = one_group(Quotas::default(), Duration::from_secs(30));
+        let (first_runs, second_waits, moved) = (AtomicBool::new(false), AtomicU32::new(0), AtomicU32::new(0));
+        let ops = thread::scope(|scope| {
+            scope.spawn(|| {
+                cluster.run("first", 2, of_tenant("a", way), |comm| {
+                    let mut op = 0;
+                    until(&comm, &mut op, Path::Tree);
+                    first_runs.store(true, Ordering::SeqCst);
+                    // Both make the same calls: rank 0 says when it is enough.
+                    loop {
+                        let mut enough = [u64::from(second_waits.load(Ordering::SeqCst) == 2)];
+                        comm.broadcast(&mut enough, 0).expect("rank 0 is there");
+                        assert_eq!(add(&comm, op).path, Path::Tree);
+                        op += 1;
+                        if enough == [1] {
+                            break;
+                        }
+                    }
+                    comm.leave();
+                });
+            });
+            wait_for("the first has no tree", || first_runs.load(Ordering::SeqCst));
+            cluster.run("second", 2, of_tenant("b", way), |comm| {
+                let first = add(&comm, 0);
+                assert_ne!(first.path, Path::Tree);
+                let why = first.fallback.expect("the tree was wanted");
+                let full = "1 of the 1 groups of device small are taken";
+                assert!(why.contains(full) && why.contains("number 1 of 1 in the queue for a tree"), "{why}");
+                assert_eq!(comm.queue_place(), Some(QueuePlace { position: 1, of: 1 }));
+                let text = explained(&comm);
+                assert!(text.contains(full) && text.contains("number 1 of 1 in the queue"), "{text}");
+                if comm.rank() == 0 {
+                    let told = job(&cluster, "second").expect("it runs");
+                    assert_eq!((told.tenant.as_str(), told.queue), ("b", Some(QueuePlace { position: 1, of: 1 })));
+                }
+                comm.barrier().expect("all are there");
+                second_waits.fetch_add(1, Ordering::SeqCst);
+                let mut op = 1;
+                let at = until(&comm, &mut op, Path::Tree);
+                (0..3).for_each(|nth| assert_eq!(add(&comm, op + nth).path, Path::Tree));
+                assert_eq!(comm.queue_place(), None);
+                moved.fetch_add(1, Ordering::SeqCst);
+                comm.leave();
+                at
+            })
+        });
+        assert!(ops.iter().all(|&op| op == ops[0]), "ranks moved at different operations: {ops:?}");
+        assert_eq!(moved.load(Ordering::SeqCst), 2);
+        assert_all_is_free(&cluster);
+    }
+}
+
+#[test]
+fn a_job_that_waits_to_join_has_its_tree_from_the_first_call_on() {
+    let cluster = one_group(Quotas::default(), Duration::from_secs(30));
+    let first_runs = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            cluster.run("first", 2, of_tenant("a", plain), |comm| {
+                assert_eq!(add(&comm, 0).path, Path::Tree);
+                first_runs.store(true, Ordering::SeqCst);
+                wait_for("the second does not wait", || job(&cluster, "second").is_some_and(|job| job.queue.is_some()));
+                assert!(!job(&cluster, "second").expect("it waits").running);
+                assert_eq!(add(&comm, 1).path, Path::Tree);
+                comm.leave();
+            });
+        });
+        wait_for("the first has no tree", || first_runs.load(Ordering::SeqCst));
+        let waits = |config: &mut JoinConfig| config.wait_for_tree = SOON;
+        cluster.run("second", 2, waits, |comm| {
+            assert_eq!(add(&comm, 0).path, Path::Tree);
+            comm.leave();
+        });
+    });
+    assert_all_is_free(&cluster);
+}
+
+#[test]
+fn a_tenant_without_a_quota_left_is_told_its_limit_and_use() {
+    let quota = Quota { groups: Some(1), ..Quota::default() };
+    let quotas = Quotas { other: Quota::default(), tenants: [("a".into(), quota)].into() };
+    let mut cluster = one_group(quotas, Duration::from_secs(30));
+    cluster.boards.clear();
+    wait_for("the device stays", || status(cluster.controller.local_addr()).expect("a report").devices.is_empty());
+    cluster.boards.push(board(cluster.controller.local_addr(), 8));
+    cluster.run("first", 2, of_tenant("a", plain), |comm| {
+        assert_eq!(add(&comm, 0).path, Path::Tree);
+        // A sub-communicator is a group of its own.
+        let half = comm.split(Some(0), 0).expect("a split").expect("a color");
+        let why = add(&half, 1).fallback.expect("the tree was wanted");
+        assert!(why.contains("tenant a holds 1 of the 1 groups of its quota"), "{why}");
+        half.leave();
+        comm.leave();
+    });
+    assert_all_is_free(&cluster);
+}
+
+/// The controller renews what no packet does.
+#[test]
+fn a_job_that_does_nothing_for_longer_than_a_lease_keeps_its_tree() {
+    let cluster = one_group(Quotas::default(), Duration::from_secs(1));
+    cluster.run("idle", 2, plain, |comm| {
+        assert_eq!(add(&comm, 0).path, Path::Tree);
+        comm.barrier().expect("all are there");
+        let begun = Instant::now();
+        wait_for("time stands still", || begun.elapsed() > Duration::from_millis(2500));
+        let outcome = add(&comm, 1);
+        assert_eq!((outcome.path, outcome.repaired), (Path::Tree, false));
+        assert_eq!(job(&cluster, "idle").expect("it runs").view, 0);
+        comm.leave();
+    });
+    assert_all_is_free(&cluster);
+}
+
+/// And what nobody speaks for any more is given back, though nobody has said that it ends.
+#[test]
+fn a_job_whose_ranks_die_gives_everything_back() {
+    let cluster = one_group(Quotas::default(), Duration::from_secs(30));
+    cluster.run("dies", 2, plain, |comm| drop(add(&comm, 0)));
+    assert_all_is_free(&cluster);
+}
+
+/// A device that says yes to everything and names a bus on this machine that nobody listens on. Returns how many groups
+/// it has been told to release; it ends with the controller.
+fn unreachable(controller: SocketAddr, name: &str) -> Arc<AtomicU32> {
+    let short = |text: &str| Name::try_from(text).expect("short");
+    let machine = sumac_hal::shm::machine().expect("this machine has a name");
+    let announce = Announce {
+        name: short(name),
+        boot_id: BootId(99),
+        capabilities: DeviceCapabilities {
+            max_packet_len_bytes: 60_000,
+            receive_buffer_bytes: 1 << 20,
+            groups: 4,
+            children: 8,
+            slots: 1024,
+            slot_memory_bytes: 1 << 30,
+            dtypes: u32::MAX,
+            ops: u32::MAX,
+            collectives: u32::MAX,
+        },
+        data_addrs: [Addr::Udp(SocketAddr::from(([127, 0, 0, 1], 9)))].into_iter().collect(),
+        bus: Some(Bus { machine, socket: short("nobody-listens-here"), redo_memory_bytes: 1 << 30 }),
+    };
+    let mut stream = TcpStream::connect(controller).expect("a controller");
+    send(&mut stream, &Greeting::Device(announce.clone())).expect("it listens");
+    let released = Arc::new(AtomicU32::new(0));
+    let told = Arc::clone(&released);
+    let (welcomed, welcome) = channel();
+    thread::spawn(move || {
+        let mut reader = FrameReader::new(stream.try_clone().expect("a file"));
+        while let Ok(Envelope { id, message }) = reader.recv::<Envelope<Request>>() {
+            let message = match message {
+                Request::Hello => {
+                    welcomed.send(()).expect("somebody waits");
+                    Response::Hello(announce.clone())
+                }
+                Request::ReleaseGroup(_) => {
+                    told.fetch_add(1, Ordering::SeqCst);
+                    Response::Done
+                }
+                _ => Response::Done,
+            };
+            if send(&mut stream, &Envelope { id, message }).is_err() {
+                return;
+            }
+        }
+    });
+    welcome.recv_timeout(SOON).expect("it is registered");
+    released
+}
+
+/// A device dies, and the other one can't be attached to: its group is given back, the job counts as without a tree, and it
+/// is offered the first device, when that comes back, but never the other.
+#[test]
+fn a_tree_that_ranks_cannot_attach_to_is_given_back_and_not_offered_again() {
+    let mut cluster = one_group(Quotas::default(), Duration::from_secs(30));
+    let controller = cluster.controller.local_addr();
+    let board_here = Mutex::new(cluster.boards.pop());
+    // Behind the other one by name.
+    let released = unreachable(controller, "unreachable");
+    let begun = AtomicU32::new(0);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            wait_for("nobody begins", || begun.load(Ordering::SeqCst) == 2);
+            drop(board_here.lock().expect("nobody panicked").take());
+            wait_for("what is declined is not freed", || released.load(Ordering::SeqCst) == 1);
+            wait_for("the job still has it", || {
+                let job = job(&cluster, "job").expect("it runs");
+                let why = job.tree.expect("running").err().unwrap_or_default();
+                why.contains("declined its tree: attach to device unreachable over shared memory")
+            });
+            *board_here.lock().expect("nobody panicked") = Some(board(controller, 1));
+        });
+        cluster.run("job", 2, plain, |comm| {
+            let mut op = 0;
+            until(&comm, &mut op, Path::Tree);
+            comm.barrier().expect("all are there");
+            begun.fetch_add(1, Ordering::SeqCst);
+            let mut whys = Vec::new();
+            let give_up = Instant::now() + SOON;
+            // Until a tree was lost and another one found.
+            loop {
+                assert!(Instant::now() < give_up, "no tree any more: {whys:?}");
+                let outcome = add(&comm, op);
+                op += 1;
+                match (outcome.path, whys.is_empty()) {
+                    (Path::Tree, false) => break,
+                    (Path::Tree, true) => {}
+                    _ => whys.extend(outcome.fallback.filter(|why| whys.last() != Some(why))),
+                }
+            }
+            assert!(whys.iter().any(|why| why.contains("the controller's tree was declined: attach to")), "{whys:?}");
+            comm.leave();
+        });
+    });
+    wait_for("the job stays", || job(&cluster, "job").is_none());
+    assert_eq!(released.load(Ordering::SeqCst), 1, "it was not tried again");
+}
