@@ -31,16 +31,21 @@ fn group() -> GroupConfig {
 fn tree() -> TreeConfig {
     let addrs = [Addr::Udp("127.0.0.1:4791".parse().unwrap()), Addr::Emu(7)];
     let parent = NodeParent { data_addrs: addrs.into_iter().collect(), child: ChildIndex(3) };
-    TreeConfig { tree: TreeId(5), parent: Some(parent), children: 200 }
+    TreeConfig {
+        tree: TreeId(5),
+        parent: Some(parent),
+        children: 200,
+        ranks: [300, TreeConfig::NODE].into_iter().collect(),
+    }
 }
 
 fn frame<M: Serialize>(message: &M) -> Vec<u8> {
     encode(message, &mut [0; 1024]).unwrap().to_vec()
 }
 
-/// Version 4, byte for byte. A change here is a new version.
+/// Version 6, byte for byte. A change here is a new version.
 #[test]
-fn golden_bytes_of_version_5() {
+fn golden_bytes_of_version_6() {
     let install = frame(&Envelope { id: 1, message: Request::InstallTree(tree()) });
     let create = frame(&Envelope { id: 2, message: Request::CreateGroup(group()) });
     let refused = frame(&Envelope { id: 2, message: Response::Refused(Refusal::NoSlots { need: 64 }) });
@@ -50,9 +55,9 @@ fn golden_bytes_of_version_5() {
     assert_eq!(hex(&refused), GOLDEN_REFUSED);
 }
 
-const GOLDEN_INSTALL: &str = "536305001200000066465702010105010200007f000001b725010703c801";
-const GOLDEN_CREATE: &str = "536305005000000002b959a90203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
-const GOLDEN_REFUSED: &str = "5363050004000000b8a6828f02020740";
+const GOLDEN_INSTALL: &str = "53630600180000007236cdb2010105010200007f000001b725010703c80102ac02ffff03";
+const GOLDEN_CREATE: &str = "53630600500000001c434ff10203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
+const GOLDEN_REFUSED: &str = "5363060004000000a65c94d702020740";
 
 #[test]
 fn messages_round_trip() {

@@ -2,6 +2,7 @@
 
 use super::core::{Core, Lines};
 use super::lost::Lost;
+use super::straggler::Straggler;
 use super::tree::{Tree, seating};
 use crate::choice::{Algo, Declared, Situation};
 use crate::coll::Place;
@@ -50,6 +51,8 @@ pub struct JoinConfig {
     /// ([`Outcome::repaired`](super::Outcome::repaired) says so). The same at all ranks. Without it, the loss of the tree
     /// is the communicator's end.
     pub repair: bool,
+    /// What becomes of operations to which ranks come late, where the call does not say; the same at all ranks.
+    pub straggler: Straggler,
 }
 
 impl JoinConfig {
@@ -69,6 +72,7 @@ impl JoinConfig {
             udp: UdpConfig::default(),
             attach: Attach::Auto,
             repair: true,
+            straggler: Straggler::Wait,
         }
     }
 

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, OpDesc, Path};
 use sumac_hal::reduce::Kernel;
+use sumac_hal::wire::Limit;
 
 /// When a call has to end, and how long it was given.
 pub(super) type Deadline = (Instant, Duration);
@@ -31,7 +32,7 @@ pub(super) struct Lent<'c, 'b> {
 /// What became of a blocking call's operation in the tree.
 pub(super) enum InTheTree {
     /// The result is in its buffers.
-    Done(Transfer),
+    Done(Option<OpId>, Transfer),
     /// The tree was lost before all ranks had entered the operation.
     BeginsAgain,
 }
@@ -61,13 +62,13 @@ impl endpoint::Buffers for InFlight<'_, '_> {
 impl Core {
     pub(super) fn run_in_tree(
         &mut self,
-        desc: OpDesc,
+        (desc, limit): (OpDesc, Option<Limit>),
         extent: &Extent,
         buffers: &mut Buffers<'_>,
         deadline: Deadline,
     ) -> Result<InTheTree, Error> {
         extent.keep_own(&desc, buffers);
-        let posted = match self.post(&desc, Path::Tree, Some((extent, &mut *buffers))) {
+        let posted = match self.post(&desc, Path::Tree, limit, Some((extent, &mut *buffers))) {
             Err(error) if self.is_repairable(&error) => {
                 self.repair(None, &error, deadline)?;
                 return Ok(InTheTree::BeginsAgain);
@@ -81,11 +82,11 @@ impl Core {
                 Err(error) if self.is_repairable(&error) => {
                     let lent = Lent { op, extent, buffers: &mut *buffers };
                     return match self.repair(Some(lent), &error, deadline) {
-                        Ok(completed_below) if op < completed_below => Ok(InTheTree::Done(transfer)),
+                        Ok(completed_below) if op < completed_below => Ok(InTheTree::Done(None, transfer)),
                         Ok(_) => Ok(InTheTree::BeginsAgain),
                         Err(error) if op.0 < self.completed_below => {
                             self.note_end(&error);
-                            Ok(InTheTree::Done(transfer))
+                            Ok(InTheTree::Done(None, transfer))
                         }
                         Err(error) => Err(error),
                     };
@@ -93,7 +94,7 @@ impl Core {
                 stepped => stepped?,
             }
         }
-        Ok(InTheTree::Done(transfer))
+        Ok(InTheTree::Done(Some(op), transfer))
     }
 
     /// Drive the tree once and wait for the next packet.
@@ -130,7 +131,7 @@ impl Core {
         if let Some(next) = next {
             wait = wait.min(next);
         }
-        if let Some(rank) = self.lost.rank() {
+        if let Some(rank) = self.lost_rank() {
             // What it had contributed may still complete: that is on its way already, or never comes.
             if now >= at.checked_sub(limit).unwrap_or(now) + GRACE {
                 return Err(Error::RankLost { rank });
@@ -147,12 +148,17 @@ impl Core {
 
     /// Drive the tree without waiting; returns when it wants to be driven again.
     pub(super) fn pump(&mut self, lent: Option<Lent<'_, '_>>) -> Option<Duration> {
-        let tree = self.tree.as_mut()?;
+        let waited_for = lent.as_ref().map(|lent| lent.op);
         let mut buffers = InFlight { owned: &mut self.owned, lent };
-        let next = tree.pump(&mut buffers);
-        while let Some(event) = tree.poll_event() {
+        let next = self.tree.as_mut()?.pump(&mut buffers);
+        while let Some((event, verdict)) =
+            self.tree.as_mut().and_then(|tree| Some((tree.poll_event()?, tree.verdict())))
+        {
             if let Event::Completed(op) = event {
                 self.completed_below = op.0 + 1;
+                if waited_for == Some(op) || self.owned.contains_key(&op) {
+                    self.keep_verdict(op, verdict);
+                }
             }
         }
         next
@@ -163,15 +169,16 @@ impl Core {
         &mut self,
         desc: &OpDesc,
         path: Path,
+        limit: Option<Limit>,
         buffers: Option<(&Extent, &mut Buffers<'_>)>,
     ) -> Result<Option<(OpId, Transfer)>, Error> {
-        self.tree.as_mut().map(|tree| tree.post(desc, path, buffers)).transpose()
+        self.tree.as_mut().map(|tree| tree.post(desc, path, limit, buffers)).transpose()
     }
 
     /// Tell the tree what this rank calls by a schedule, so that ranks which call different things find out. A tree
     /// that is lost can't be told, and a schedule does not need it.
-    pub(super) fn tell_tree(&mut self, desc: &OpDesc, path: Path) -> Result<Option<OpId>, Error> {
-        match self.post(desc, path, None) {
+    pub(super) fn tell_tree(&mut self, desc: &OpDesc, path: Path, limit: Option<Limit>) -> Result<Option<OpId>, Error> {
+        match self.post(desc, path, limit, None) {
             Err(error) if error.is_loss_of_tree() => Ok(None),
             posted => Ok(posted?.map(|(op, _)| op)),
         }
@@ -265,7 +272,7 @@ impl Core {
         while self.tree.is_some() && told.0 >= self.completed_below {
             match self.step(None, deadline) {
                 Ok(()) => {}
-                Err(word @ Error::Mismatch { .. }) => return word,
+                Err(word) if word.is_word_of_tree() => return word,
                 Err(_) => return error,
             }
         }
@@ -321,7 +328,7 @@ impl Along<'_> {
 
     /// Deal with the end of the tree.
     fn on_tree_error(&mut self, error: Error) -> Result<(), ExecError> {
-        if matches!(error, Error::Mismatch { .. }) {
+        if error.is_word_of_tree() {
             return Err(self.end(error));
         }
         if self.core.is_repairable(&error) {
@@ -347,7 +354,7 @@ impl Interrupt for Along<'_> {
             return Err(ExecError::Interrupted { rank, reason: "cancelled".into() });
         }
         // A rank that has no connection yet can't be missed by its end: the controller's word is all there is.
-        if let Some(rank) = self.core.lost.rank()
+        if let Some(rank) = self.core.lost_rank()
             && self.lost_since.get_or_insert_with(Instant::now).elapsed() >= GRACE
         {
             return Err(ExecError::RankLost { rank });

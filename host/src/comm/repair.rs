@@ -67,6 +67,10 @@ impl Core {
         cause: &Error,
         deadline: Deadline,
     ) -> Result<OpId, Error> {
+        // It takes all ranks, of which some have left: results are over others than it would complete them with.
+        if !self.gone().is_empty() {
+            return Err(cause.clone());
+        }
         let Some(mut tree) = self.tree.take() else { return Err(cause.clone()) };
         let (began, sent_before) = (Instant::now(), self.repair_bytes());
         let (job, rank, view) = (self.config.job.clone(), self.config.rank, self.view);

@@ -19,7 +19,7 @@ use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
-use sumac_hal::wire::HEADER_LEN;
+use sumac_hal::wire::{HEADER_LEN, MAX_CHILDREN};
 
 /// One node of a placed tree.
 #[derive(Debug)]
@@ -238,7 +238,7 @@ impl Placement {
     /// stays.
     fn reserve(&self, config: &ControllerConfig, order: Order) -> Result<(), (usize, DeviceError)> {
         for (index, node) in self.nodes.iter().enumerate() {
-            let install = Request::InstallTree(self.tree_config(node));
+            let install = Request::InstallTree(self.tree_config(index));
             let create = Request::CreateGroup(self.group_config(config, order, node));
             let done = node.device.order(install).and_then(|()| node.device.order(create));
             if let Err(error) = done {
@@ -249,12 +249,19 @@ impl Placement {
         Ok(())
     }
 
-    fn tree_config(&self, node: &PlacedNode) -> TreeConfig {
+    fn tree_config(&self, index: usize) -> TreeConfig {
+        let node = &self.nodes[index];
         let parent = node.parent.map(|(parent, child)| NodeParent {
             data_addrs: self.nodes[parent].device.announce.data_addrs.clone(),
             child,
         });
-        TreeConfig { tree: self.tree, parent, children: node.children }
+        let mut ranks: heapless::Vec<u16, MAX_CHILDREN> = (0..node.children).map(|_| TreeConfig::NODE).collect();
+        for (rank, (leaf, child)) in (0..TreeConfig::NODE).zip(&self.ranks) {
+            if let Some(place) = ranks.get_mut(usize::from(child.0)).filter(|_| *leaf == index) {
+                *place = rank;
+            }
+        }
+        TreeConfig { tree: self.tree, parent, children: node.children, ranks }
     }
 
     fn group_config(&self, config: &ControllerConfig, order: Order, node: &PlacedNode) -> GroupConfig {
