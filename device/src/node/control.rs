@@ -235,7 +235,7 @@ impl Node<'_> {
             token,
             congested: false,
             by_reference: None,
-            view: View::new(tree, now),
+            view: View::new(tree, shard, now),
         }
     }
 }

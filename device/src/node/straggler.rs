@@ -89,8 +89,8 @@ pub(crate) struct View {
 }
 
 impl View {
-    pub(crate) fn new(tree: &TreeConfig, now: Instant) -> Self {
-        let greets = tree.parent.is_some() && !tree.ranks.is_empty();
+    pub(crate) fn new(tree: &TreeConfig, shard: Shard, now: Instant) -> Self {
+        let greets = tree.parent.is_some() && !tree.ranks.is_empty() && shard.shards() == 1;
         Self {
             out: ChildSet::EMPTY,
             tell: ChildSet::EMPTY,
