@@ -108,6 +108,11 @@ impl View {
         self.number
     }
 
+    /// Tell whether it is decided who has a part in an operation that begins at `first`, or in a later one.
+    fn is_decided(&self, first: u64) -> bool {
+        self.decision(self.number).is_some_and(|decision| decision.first >= first)
+    }
+
     /// Return decision `number`, if it is still kept.
     fn decision(&self, number: u16) -> Option<Decision> {
         let kept = number > 0 && number <= self.number && usize::from(self.number - number) < DECISIONS_KEPT;
@@ -140,8 +145,8 @@ fn here(children: &[Child], out: &ChildSet, first: u64) -> ChildSet {
 fn limit_at(group: &Group, children: &[Child], slots: &[Slot], shard: Shard) -> Option<Instant> {
     let first = group.answered_below;
     let slot = &slots[(first % slots.len() as u64) as usize];
-    let undecided = group.view.decision(group.view.number).is_none_or(|decision| decision.first < first);
-    let waits = undecided && slot.holds(first) && slot.state == State::Filling && slot.op_first == first;
+    let waits =
+        !group.view.is_decided(first) && slot.holds(first) && slot.state == State::Filling && slot.op_first == first;
     let limit = slot.limit.filter(|_| waits && can_hold(group, children, shard))?;
     let all = here(children, &group.view.out, first).len() + group.view.out.len() == children.len();
     let at = slot.first_at? + Duration::from_micros(limit.us.into());
@@ -271,10 +276,11 @@ impl Live<'_> {
             // Said again later: some rank may still have to ask for the oldest.
             return;
         }
-        if hold.limit.cuts && !lacks(&hold.op, &view.gone.union(&hold.missing)) && !hold.here.is_empty() {
+        let without = view.gone.union(&hold.missing);
+        if hold.limit.cuts && !lacks(&hold.op, &without) && !hold.here.is_empty() {
             return self.cut(hold.first, hold.missing, now);
         }
-        self.fail_without(hold.first, hold.missing, now);
+        self.fail_without(hold.first, without, now);
     }
 
     /// There is no result at `first` and behind, as these ranks are missing.
@@ -481,6 +487,10 @@ impl Live<'_> {
             return self.common.drop_packet(DropReason::BadKind);
         };
         let first = repr.seq.0;
+        if self.group.view.is_decided(first) || first < self.group.answered_below {
+            // Asked before the decision; this came late.
+            return self.common.drop_packet(DropReason::Stale);
+        }
         let can = can_hold(self.group, self.children, self.shard());
         if self.group.view.hold.is_none() && can {
             // Says so by itself if anybody is missing.

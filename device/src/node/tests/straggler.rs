@@ -195,6 +195,15 @@ fn an_operation_that_needs_the_missing_fails_by_name() {
         let told = rig.drain();
         assert!(told.len() == 1 && told[0].is_nak(NakReason::Stragglers), "{told:?}");
     }
+    // If its root has left before and another is missing now, both are named.
+    let mut rig = Rig::new(LEAF);
+    [0, 2].into_iter().for_each(|child| give(&mut rig, child, (0, 0), Some(CUTS)));
+    rig.pass_ms(LIMIT_MS);
+    rig.drain();
+    give_op(&mut rig, 0, (1, 1), Some(CUTS), &OpDesc::reduce(Dtype::F32, sum, Rank(5), 1));
+    rig.pass_ms(LIMIT_MS);
+    let told = rig.drain();
+    assert!(told.len() == 1 && mask_of(&told[0]) == mask(&[5, 6]), "{told:?}");
     // Who left earlier is missing in what follows, limit or not.
     let mut rig = Rig::new(LEAF);
     [0, 2].into_iter().for_each(|child| give(&mut rig, child, (0, 0), Some(CUTS)));
@@ -252,6 +261,13 @@ fn a_leaf_reports_and_holds_back_until_the_root_has_decided() {
     let result = Repr { view: 1, ..rig.down(Kind::Result, 0, token) };
     rig.put(PARENT, result, &floats(&[6.0]));
     assert_eq!(rig.drain().iter().map(|sent| sent.to).collect::<Vec<_>>(), [0, 2].map(child_addr));
+    // What was asked before the decision, and comes behind it, is of no interest any more.
+    let mut asked = Repr { flags: Flags::WANT, ..rig.down(Kind::Late, 0, token) };
+    asked.set_op(&OP);
+    asked.set_limit(CUTS, 0);
+    rig.put(PARENT, asked, &[]);
+    rig.pass_ms(6_000);
+    assert_eq!((rig.drain(), rig.dropped(DropReason::Stale)), (vec![], 1));
     // Once more, it changes nothing.
     rig.put(PARENT, cut, &mask(&[5, 100]).to_bytes());
     assert_eq!((rig.dropped(DropReason::Duplicate), rig.drain().len()), (1, 0));
