@@ -96,7 +96,8 @@ fn different_calls_are_the_same_error_everywhere() {
     for (number, mix) in mixes.into_iter().enumerate() {
         let errors = cluster.run(&format!("mismatch-{number}"), 4, plain, |comm| {
             let (algo, count) = mix(comm.rank());
-            let options = CallOptions { algo: Some(algo), deadline: Some(Duration::from_secs(20)), scalar: None };
+            let options =
+                CallOptions { algo: Some(algo), deadline: Some(Duration::from_secs(20)), ..CallOptions::default() };
             let error = comm.all_reduce_with(&mut vec![0_i64; count], ReduceOp::Sum, &options).expect_err("a mismatch");
             let again = comm.barrier().expect_err("the communicator is at its end");
             assert!(matches!(again, Error::Ended(_)), "{again}");
@@ -239,7 +240,8 @@ fn stop_a_device(attach: fn(&mut JoinConfig)) {
         if comm.rank() == 0 {
             drop(stop.lock().expect("not poisoned").take());
         }
-        let options = CallOptions { algo: Some(Algo::Tree), deadline: Some(Duration::from_secs(30)), scalar: None };
+        let options =
+            CallOptions { algo: Some(Algo::Tree), deadline: Some(Duration::from_secs(30)), ..CallOptions::default() };
         comm.all_reduce_with(&mut vec![0_f32; 100_000], ReduceOp::Sum, &options).err()
     });
     // Rank 1 may have finished its part of the barrier late; either way nobody hangs and nobody gets a sum.

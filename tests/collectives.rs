@@ -288,7 +288,8 @@ fn who_cancels_is_lost_to_the_others() {
     for (algo, before_the_call) in [(Algo::Tree, false), (Algo::Ring, false), (Algo::Tree, true), (Algo::Ring, true)] {
         let others_have_ended = std::sync::Barrier::new(3);
         let ends = cluster.run(&format!("cancel-{algo}-{before_the_call}"), 3, plain, |comm| {
-            let options = CallOptions { algo: Some(algo), deadline: Some(Duration::from_secs(30)), scalar: None };
+            let options =
+                CallOptions { algo: Some(algo), deadline: Some(Duration::from_secs(30)), ..CallOptions::default() };
             let call = || comm.all_reduce_with(&mut [1.0_f32], ReduceOp::Sum, &options);
             let end = match comm.rank() {
                 0 if before_the_call => {

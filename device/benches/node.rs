@@ -188,7 +188,7 @@ impl Rig {
             by_reference: ChildMask::EMPTY,
         };
         let now = Instant::ZERO;
-        let tree = TreeConfig { tree: TreeId(1), parent: None, children };
+        let tree = TreeConfig { tree: TreeId(1), parent: None, children, ranks: Default::default() };
         assert_eq!(node.control(&Request::InstallTree(tree), now), Response::Done);
         assert_eq!(node.control(&Request::CreateGroup(config), now), Response::Done);
         let keys = (0..children).map(|child| SECRET.child_key(GROUP, EPOCH, ChildIndex(child))).collect();

@@ -1,17 +1,34 @@
 //! One aggregation group on one node: its children, its window, its way to the parent.
 
 use crate::memory::Span;
-use crate::node::ByReference;
+use crate::node::{ByReference, View};
 use crate::sets::SlotSet;
 use core::time::Duration;
 use sumac_hal::ctrl::{GroupConfig, SharedLink};
-use sumac_hal::ids::{ChildIndex, ChunkNo, FunctionId};
+use sumac_hal::ids::{ChildIndex, ChunkNo, FunctionId, Rank};
 use sumac_hal::op::OpDesc;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::{Listening, Uplink};
 use sumac_hal::wire::NakReason;
+
+/// Who sits below a group's node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Seat {
+    /// The tree does not say.
+    Unknown,
+    /// A rank.
+    Rank(Rank),
+    /// A node.
+    Node,
+}
+
+impl Seat {
+    pub(crate) fn rank(self) -> Option<Rank> {
+        if let Self::Rank(rank) = self { Some(rank) } else { None }
+    }
+}
 
 /// One child of a group. Boards allocate these; their content is the node's.
 #[derive(Debug, Clone, Copy)]
@@ -28,6 +45,8 @@ pub struct Child {
     pub(crate) top: u64,
     /// Gaps below were asked for already.
     pub(crate) asked_below: u64,
+    /// Who it is.
+    pub(crate) seat: Seat,
     /// The function that it contributes through, if it does so by reference.
     pub(crate) owner: Option<FunctionId>,
     /// Of its last contribution, echoed in what it is told.
@@ -46,6 +65,7 @@ impl Child {
         next_missing: 0,
         top: 0,
         asked_below: 0,
+        seat: Seat::Unknown,
         owner: None,
         token: 0,
         credit: 0,
@@ -155,6 +175,8 @@ pub struct Group {
     pub(crate) congested: bool,
     /// What it needs for children that contribute by reference, if it has any.
     pub(crate) by_reference: Option<ByReference>,
+    /// Who has left it, and who may be about to.
+    pub(crate) view: View,
 }
 
 impl Group {
@@ -168,7 +190,7 @@ impl Group {
     }
 
     pub(crate) fn has_output(&self) -> bool {
-        !self.up.is_empty() || !self.down.is_empty()
+        !self.up.is_empty() || !self.down.is_empty() || !self.view.tell.is_empty()
     }
 
     /// Tell whether answers of the parent still matter: always, or, when the group has failed, as long as there are

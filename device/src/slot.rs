@@ -13,8 +13,12 @@
 //! - the answer stays until the slot is re-used, so any child can get it again.
 
 use crate::sets::ChildSet;
+use core::time::Duration;
+use sumac_hal::ids::Rank;
 use sumac_hal::op::OpDesc;
 use sumac_hal::reduce::Kernel;
+use sumac_hal::time::Instant;
+use sumac_hal::wire::Limit;
 
 /// Where a slot is in its chunk's life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -58,6 +62,15 @@ pub struct Slot {
     pub(crate) value_len: u16,
     /// Its checksum, once somebody needed it.
     pub(crate) value_crc: Option<u32>,
+    /// How long the operation waits for ranks to come to it, if not as long as it takes.
+    pub(crate) limit: Option<Limit>,
+    /// The operation's first seq, where there is a limit.
+    pub(crate) op_first: u64,
+    /// When the first rank at or below this node contributed, as far as is known.
+    pub(crate) first_at: Option<Instant>,
+    /// The last to contribute, and how long after the first, in microseconds; once answered, of all ranks.
+    pub(crate) slowest: Option<Rank>,
+    pub(crate) late_us: u32,
 }
 
 impl Slot {
@@ -77,6 +90,11 @@ impl Slot {
         fold_next: 0,
         value_len: 0,
         value_crc: None,
+        limit: None,
+        op_first: 0,
+        first_at: None,
+        slowest: None,
+        late_us: 0,
     };
 
     /// Start on chunk `local` of the operation that its first contributor calls.
@@ -104,6 +122,22 @@ impl Slot {
     /// Tell whether the answer to `child` is a Result, not a Done.
     pub(crate) fn has_result_for(&self, child: usize) -> bool {
         self.value_len > 0 && self.want.contains(child)
+    }
+
+    /// Note that a contribution came at `now`, in which `slowest` was the last below, `late_us` after the first there.
+    pub(crate) fn note_time(&mut self, slowest: Option<Rank>, late_us: u32, now: Instant) {
+        let late_ns = Duration::from_micros(late_us.into()).as_nanos() as u64;
+        let began = Instant::from_nanos(now.as_nanos().saturating_sub(late_ns));
+        let first = self.first_at.map_or(began, |first| first.min(began));
+        self.first_at = Some(first);
+        self.slowest = slowest;
+        self.late_us = u32::try_from((now - first).as_micros()).unwrap_or(u32::MAX);
+    }
+
+    /// Forget moments and who was late: they change nothing that follows.
+    #[cfg(feature = "snapshot")]
+    pub(crate) fn forget_time(&mut self) {
+        (self.first_at, self.slowest, self.late_us) = (None, None, 0);
     }
 
     /// Set a child's bit.

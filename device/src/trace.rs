@@ -27,6 +27,8 @@ pub enum Trace {
     Lost(GroupId, ChildIndex, ChunkNo),
     /// A group failed at a chunk.
     Failed(GroupId, ChunkNo, NakReason),
+    /// A group goes on without so many ranks from a chunk on.
+    Cut(GroupId, ChunkNo, u32),
     /// A packet that should not exist was dropped.
     Dropped(DropReason),
 }

@@ -23,8 +23,10 @@ pub mod topo;
 pub use choice::Algo;
 pub use comm::{
     BUCKET_BYTES, Buffer, Buffers, CallOptions, Canceller, Cart, Communicator, Element, Error, Handle, Held,
-    JoinConfig, JoinError, MessageHandle, Outcome, ShrinkError, SplitError, Transfer,
+    JoinConfig, JoinError, MessageHandle, Outcome, ShrinkError, Slowest, SplitError, Straggler, Transfer,
 };
 pub use controller::proto::Attach;
 pub use sumac_hal::ctrl::Order;
+pub use sumac_hal::ids::Rank;
 pub use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
+pub use sumac_hal::wire::RankMask;

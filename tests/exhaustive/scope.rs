@@ -244,7 +244,7 @@ impl Wiring {
             data_addrs: std::iter::once(self.addr(parent)).collect(),
             child: ChildIndex(child),
         });
-        TreeConfig { tree: TREE, parent, children: place.children }
+        TreeConfig { tree: TREE, parent, children: place.children, ranks: Default::default() }
     }
 
     /// Return the group as it is on a device.

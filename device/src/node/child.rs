@@ -26,6 +26,7 @@ impl Live<'_> {
             }
             Kind::Nak if repr.reason == Some(NakReason::Missing) => self.on_result_missing(child, repr),
             Kind::Probe => self.on_probe(child, repr, now),
+            Kind::Late => self.on_late(child, repr, payload, now),
             _ => self.common.drop_packet(DropReason::BadKind),
         }
     }
@@ -63,6 +64,10 @@ impl Live<'_> {
                 self.common.trace.record(now, Trace::ChildPinned(id, ChildIndex(index as u16)));
             }
         }
+        if self.group.view.out.contains(index) {
+            self.tell_excluded(index, repr);
+            return None;
+        }
         self.note_have(index, repr.mark);
         self.group.lease_until = now + self.group.lease();
         if repr.flags.contains(Flags::CONGESTED) {
@@ -78,7 +83,9 @@ impl Live<'_> {
         if mark > child.have {
             child.have = mark;
             if was_least {
-                let haves = self.children.iter().map(|child| child.have);
+                let out = &self.group.view.out;
+                let here = self.children.iter().enumerate().filter(|(index, _)| !out.contains(*index));
+                let haves = here.map(|(_, child)| child.have);
                 let least = if planted!(self.common, MinHaveIsMax) { haves.max() } else { haves.min() };
                 self.group.min_have = least.unwrap_or(self.group.min_have);
             }
@@ -111,7 +118,9 @@ impl Live<'_> {
             return self.common.drop_packet(DropReason::BadKind);
         }
         for next in 0..count {
-            self.on_contribution(child, &Repr { seq: ChunkNo(repr.seq.0 + next), count: 1, ..*repr }, payload, now);
+            let seq = ChunkNo(repr.seq.0 + next);
+            let bits2 = if repr.limit().is_some() { repr.bits2.wrapping_add(next) } else { repr.bits2 };
+            self.on_contribution(child, &Repr { seq, count: 1, bits2, ..*repr }, payload, now);
         }
     }
 
@@ -125,8 +134,10 @@ impl Live<'_> {
         };
         if let Some(failure) = self.group.failed.filter(|failure| repr.seq >= failure.from) {
             let Some(to) = self.children[child].addr else { return };
-            let nak = self.failure_nak(&failure, child, repr.seq, repr.token);
-            return self.common.reply(to, nak);
+            return self.reply_failure(to, child, &failure, repr);
+        }
+        if self.is_held_back(child, repr.seq.0) {
+            return self.common.drop_packet(DropReason::Late);
         }
         let have = self.shard().below(self.children[child].have);
         if local >= have + self.group.window_local {
@@ -145,6 +156,7 @@ impl Live<'_> {
                 return self.common.drop_packet(DropReason::SlotBusy);
             }
             self.begin(index, local, op, repr.signature);
+            self.note_limit(index, repr);
         }
         let known = self.slots[index].bits.contains(child) && !planted!(self.common, DoubleAdd);
         if known || self.slots[index].state != State::Filling {
@@ -168,6 +180,7 @@ impl Live<'_> {
     pub(super) fn begin(&mut self, index: usize, local: u64, op: OpDesc, signature: u32) {
         self.slots[index].begin(local, op, signature);
         self.begin_redo(index);
+        self.leave_out(index);
     }
 
     /// Combine a contribution that belongs to slot `index` and is not in yet, or refuse the chunk.
@@ -193,6 +206,7 @@ impl Live<'_> {
         }
         self.note_arrival(child, repr);
         let slot = &mut self.slots[index];
+        slot.note_time(repr.slowest, repr.late_us, now);
         let with_data = repr.kind == Kind::Data;
         if !(planted!(self.common, DoubleAdd) && slot.bits.contains(child)) {
             slot.mark(child, with_data && refusal.is_none(), repr.flags.contains(Flags::WANT));
@@ -211,7 +225,7 @@ impl Live<'_> {
             if self.refs.is_some() {
                 self.stir(index);
             } else if self.slots[index].bits.len() == self.children.len() {
-                self.complete(index);
+                self.complete(index, now);
             }
         }
         self.ask_for_gaps(child, now);
@@ -237,17 +251,22 @@ impl Live<'_> {
     }
 
     fn combine(&mut self, index: usize, child: usize, repr: &Repr, payload: &[u8]) {
+        let partial = repr.flags.contains(Flags::PARTIAL);
+        let input = (repr.kind == Kind::Data).then_some(Input { payload, partial });
+        self.combine_input(index, child, input);
+    }
+
+    /// Combine what `child` brings to slot `index`, if it brings anything.
+    pub(super) fn combine_input(&mut self, index: usize, child: usize, input: Option<Input<'_>>) {
         let mut slot = self.slots[index];
         let mut stages = self.stages(index);
         let Some(kernel) = slot.kernel() else {
             // Moved as it is: the only contribution with data is the value.
-            if repr.kind == Kind::Data {
+            if let Some(Input { payload, .. }) = input {
                 stages.value().copy_from_slice(payload);
             }
             return;
         };
-        let partial = repr.flags.contains(Flags::PARTIAL);
-        let input = (repr.kind == Kind::Data).then_some(Input { payload, partial });
         if self.refs.is_some() {
             return self.stage_inline(index, child, kernel, input);
         }
@@ -264,7 +283,10 @@ impl Live<'_> {
     }
 
     /// All children are in: send the partial result up, or, at the root, round it and answer.
-    fn complete(&mut self, index: usize) {
+    pub(super) fn complete(&mut self, index: usize, now: Instant) {
+        if self.fails_without(index, now) {
+            return;
+        }
         self.common.counters.completed += 1;
         self.group.window.grow();
         let slot = self.slots[index];
@@ -278,7 +300,7 @@ impl Live<'_> {
         }
         if let Some(kernel) = slot.kernel().filter(|_| has_value) {
             let elements = slot.elements.unwrap_or(0) as usize;
-            let ranks = self.group.config.ranks.get();
+            let ranks = self.members();
             let len = kernel.finish(self.stages(index).value(), elements, ranks);
             self.slots[index].value_len = len as u16;
         }
@@ -290,8 +312,8 @@ impl Live<'_> {
         let slot = &mut self.slots[index];
         slot.state = State::Answered;
         slot.value_crc = None;
-        slot.pending = slot.bits;
-        self.common.counters.answers += slot.bits.len() as u64;
+        slot.pending = slot.bits.without(&self.group.view.out);
+        self.common.counters.answers += slot.pending.len() as u64;
         if self.refs.is_some() {
             self.answer_references(index);
         }
@@ -382,8 +404,7 @@ impl Live<'_> {
         self.common.counters.probes_in += 1;
         let Some(to) = self.children[child].addr else { return };
         if let Some(failure) = self.group.failed.filter(|failure| repr.seq >= failure.from) {
-            let nak = self.failure_nak(&failure, child, repr.seq, repr.token);
-            return self.common.reply(to, nak);
+            return self.reply_failure(to, child, &failure, repr);
         }
         let from = self.shard().below(repr.seq);
         let count = repr.count.min(BITMAP_SEQS);
@@ -457,6 +478,7 @@ impl Live<'_> {
             count: 1,
             token,
             mark: self.group.stable(),
+            view: self.group.view.number(),
             window: if planted!(self.common, WindowUnclamped) { MAX_WINDOW as u16 / 2 } else { self.group.granted() },
             ..Repr::new(kind, config.group, config.epoch, ChildIndex(child as u16), self.children[child].key)
         }

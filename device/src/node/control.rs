@@ -1,13 +1,14 @@
 //! Control requests: trees and groups, reserved whole or not at all (PROTOCOL 10).
 
+use super::View;
 use super::{Node, tree_is_valid};
-use crate::group::{Child, Group, Parent, Window};
+use crate::group::{Child, Group, Parent, Seat, Window};
 use crate::memory::{Span, first_fit};
 use crate::sets::{MAX_SLOTS, SlotSet};
 use crate::slot::Slot;
 use crate::trace::Trace;
 use sumac_hal::ctrl::{DeviceCapabilities, GroupConfig, Refusal, Request, Response, SharedLink, Stats, TreeConfig};
-use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, TreeId};
+use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::op::{Collective, Dtype, ReduceOp};
 use sumac_hal::planted;
 use sumac_hal::time::Instant;
@@ -155,7 +156,12 @@ impl Node<'_> {
         let epoch = self.key_epoch(config);
         for (i, child) in self.storage.children[children.range()].iter_mut().enumerate() {
             let key = config.secret.child_key(config.group, epoch, ChildIndex(i as u16));
-            *child = Child { key, ..Child::EMPTY };
+            let seat = match tree.ranks.get(i) {
+                None => Seat::Unknown,
+                Some(&TreeConfig::NODE) => Seat::Node,
+                Some(&rank) => Seat::Rank(Rank(rank.into())),
+            };
+            *child = Child { key, seat, ..Child::EMPTY };
         }
         self.storage.slots[slots.range()].fill(Slot::EMPTY);
         self.groups_end = self.groups_end.max(entry + 1);
@@ -229,6 +235,7 @@ impl Node<'_> {
             token,
             congested: false,
             by_reference: None,
+            view: View::new(tree, shard, now),
         }
     }
 }

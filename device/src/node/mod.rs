@@ -6,7 +6,7 @@
 //! come in through [`Node::control`].
 //!
 //! Where the rules of PROTOCOL live: `child.rs` (contributions, probes: sections 1 to 3), `parent.rs` (answers
-//! and the way up), `transmit.rs` (what leaves, in which order: deficit round robin over groups), `control.rs`
+//! and the way up), `straggler.rs` (ranks that do not come: section 10), `transmit.rs` (what leaves, in which order: deficit round robin over groups), `control.rs`
 //! (groups, reserved whole or not at all), `reference/` (children whose data a DMA engine fetches: sections 5 to 7).
 //!
 //! Invariants:
@@ -26,6 +26,7 @@ mod parent;
 mod reference;
 #[cfg(feature = "snapshot")]
 mod snapshot;
+mod straggler;
 #[cfg(test)]
 mod tests;
 mod transmit;
@@ -34,6 +35,7 @@ pub(crate) use reference::ByReference;
 pub use reference::{Answer, AttachError, RedoSlot, Reference, References};
 #[cfg(feature = "snapshot")]
 pub use snapshot::Rest;
+pub(crate) use straggler::View;
 
 use crate::group::{Child, Failure, Group};
 use crate::memory::Storage;
@@ -53,7 +55,7 @@ use sumac_hal::port::Addr;
 use sumac_hal::reduce::Kernel;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Flags, HEADER_LEN, Kind, NakReason, Packet, Repr, pack_op};
+use sumac_hal::wire::{Flags, HEADER_LEN, Kind, NakReason, Packet, RankMask, Repr, pack_op};
 
 /// The most replies (Status, Nak, Probe) that wait to be sent.
 pub const MAX_REPLIES: usize = 64;
@@ -96,6 +98,14 @@ pub struct Outgoing {
     pub header: [u8; HEADER_LEN],
     /// Where the payload lies in the node's slot memory.
     payload: Range<usize>,
+    /// A payload of its own.
+    mask: Option<[u8; RankMask::LEN_BYTES]>,
+}
+
+impl Outgoing {
+    fn payload_len(&self) -> usize {
+        self.mask.map_or(self.payload.len(), |mask| mask.len())
+    }
 }
 
 /// Something that the board may want to know.
@@ -120,6 +130,8 @@ pub enum Event {
 struct Reply {
     to: Addr,
     repr: Repr,
+    /// What is behind it.
+    mask: Option<RankMask>,
 }
 
 /// The parts of a node that serve all groups.
@@ -143,7 +155,11 @@ impl Common {
     }
 
     fn reply(&mut self, to: Addr, repr: Repr) {
-        if self.replies.push_back(Reply { to, repr }).is_err() {
+        self.reply_with(to, repr, None);
+    }
+
+    fn reply_with(&mut self, to: Addr, repr: Repr, mask: Option<RankMask>) {
+        if self.replies.push_back(Reply { to, repr, mask }).is_err() {
             self.drop_packet(DropReason::QueueFull);
         } else if repr.kind == Kind::Nak {
             self.counters.naks += 1;
@@ -272,6 +288,7 @@ impl<'m> Node<'m> {
                 }
             } else {
                 live.poll_parent(now);
+                live.poll_stragglers(now);
                 live.note_output();
             }
         }
@@ -305,13 +322,13 @@ impl<'m> Node<'m> {
     pub fn poll_outgoing(&mut self, now: Instant) -> Option<Outgoing> {
         let out = self.next_reply().or_else(|| self.next_in_turn(now))?;
         self.common.counters.packets_out += 1;
-        self.common.counters.bytes_out += (HEADER_LEN + out.payload.len()) as u64;
+        self.common.counters.bytes_out += (HEADER_LEN + out.payload_len()) as u64;
         Some(out)
     }
 
     /// Return the payload of a packet that [`Node::poll_outgoing`] has just returned.
-    pub fn payload(&self, out: &Outgoing) -> &[u8] {
-        &self.storage.bytes[out.payload.clone()]
+    pub fn payload<'a>(&'a self, out: &'a Outgoing) -> &'a [u8] {
+        out.mask.as_ref().map_or_else(|| &self.storage.bytes[out.payload.clone()], |mask| &mask[..])
     }
 
     /// Return when [`Node::handle_timeout`] is to be called next, if nothing arrives before.
@@ -321,7 +338,9 @@ impl<'m> Node<'m> {
         groups
             .map(|group| {
                 let hop = group.parent.as_ref().filter(|_| group.waits_for_parent(shard));
-                hop.and_then(|parent| parent.hop.timeout()).map_or(group.lease_until, |at| at.min(group.lease_until))
+                let probe = hop.and_then(|parent| parent.hop.timeout());
+                let straggler = self.straggler_timeout(group);
+                [probe, straggler].into_iter().flatten().fold(group.lease_until, Instant::min)
             })
             .min()
     }
@@ -438,7 +457,7 @@ impl Live<'_> {
         for index in 0..self.slots.len() {
             let slot = &mut self.slots[index];
             if slot.local >= from && matches!(slot.state, State::Filling | State::Up | State::Refused) {
-                slot.pending = slot.bits;
+                slot.pending = slot.bits.without(&self.group.view.out);
                 self.group.up.remove(index);
                 self.owe_all(index);
                 if !self.slots[index].pending.is_empty() {

@@ -1,7 +1,7 @@
 //! What comes down from the parent, and what this node asks of it (PROTOCOL 3): to its parent a node is a child
 //! like a rank, and runs the same [`Uplink`](sumac_hal::uplink::Uplink).
 
-use super::{Live, Reply};
+use super::Live;
 use crate::group::{Failure, Parent};
 use crate::slot::State;
 use sumac_hal::ctrl::DropReason;
@@ -10,7 +10,7 @@ use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Flags, Kind, NakReason, Repr, unpack_op};
+use sumac_hal::wire::{Flags, Kind, NakReason, RankMask, Repr, unpack_op};
 
 impl Live<'_> {
     /// Tell whether a packet comes from the parent of this group, on this node's own link.
@@ -41,9 +41,12 @@ impl Live<'_> {
             }
         }
         match (repr.kind, repr.reason) {
+            (Kind::Result | Kind::Done, _) if self.lags(repr.view) => self.ask_view(),
             (Kind::Result | Kind::Done, _) => self.on_answers(repr, payload, payload_crc, now),
+            (Kind::Late, _) => self.on_asked(repr, now),
+            (Kind::Cut, _) => self.on_cut(repr, payload, now),
             (Kind::Status, _) => self.on_status(repr, now),
-            (Kind::Nak, Some(reason)) => self.on_nak(reason, repr, now),
+            (Kind::Nak, Some(reason)) => self.on_nak(reason, repr, payload, now),
             _ => self.common.drop_packet(DropReason::BadKind),
         }
     }
@@ -92,7 +95,9 @@ impl Live<'_> {
         }
         let slot_len = limit * self.group.stages;
         self.bytes[index * slot_len..][..payload.len()].copy_from_slice(payload);
-        self.slots[index].value_len = payload.len() as u16;
+        let slot = &mut self.slots[index];
+        slot.value_len = payload.len() as u16;
+        (slot.slowest, slot.late_us) = (repr.slowest, repr.late_us);
         self.group.up.remove(index);
         self.answer(index);
         // What goes down is what came down: its checksum is carried on, so that it covers this node's memory too.
@@ -126,7 +131,7 @@ impl Live<'_> {
         }
     }
 
-    fn on_nak(&mut self, reason: NakReason, repr: &Repr, now: Instant) {
+    fn on_nak(&mut self, reason: NakReason, repr: &Repr, payload: &[u8], now: Instant) {
         let Some(Parent { hop, .. }) = &mut self.group.parent else { return };
         // Only what echoes a token of ours speaks of this life of the group (PROTOCOL 4).
         if repr.token != self.group.token && !hop.is_probe_token(repr.token) {
@@ -138,6 +143,7 @@ impl Live<'_> {
             NakReason::WrongEpoch | NakReason::UnknownGroup => {
                 self.fail(Failure { from: repr.seq, reason: NakReason::PathLost, ops: None }, now);
             }
+            NakReason::Stragglers | NakReason::Excluded => self.on_left(reason, repr, payload, now),
             NakReason::Mismatch | NakReason::Unsupported | NakReason::PathLost => {
                 let ops = repr.op_desc().zip(unpack_op(repr.bits2));
                 self.fail(Failure { from: repr.seq, reason, ops }, now);
@@ -193,11 +199,14 @@ impl Live<'_> {
         }
     }
 
-    fn send_up(&mut self, mut repr: Repr) {
+    pub(super) fn send_up(&mut self, repr: Repr) {
+        self.send_up_with(repr, None);
+    }
+
+    pub(super) fn send_up_with(&mut self, mut repr: Repr, mask: Option<RankMask>) {
         repr.flags |= self.congestion_to_tell();
         if let Some(parent) = &self.group.parent {
-            let Reply { to, repr } = Reply { to: parent.addr, repr };
-            self.common.reply(to, repr);
+            self.common.reply_with(parent.addr, repr, mask);
         }
     }
 }

@@ -10,7 +10,7 @@
 use super::{Node, NodeConfig};
 use crate::group::Window;
 use crate::memory::Storage;
-use crate::slot::State;
+use crate::slot::{Slot, State};
 use sumac_hal::ids::GroupId;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::Uplink;
@@ -48,6 +48,7 @@ impl Node<'_> {
             group.lease_until = Uplink::AFTERWARDS + group.lease();
             group.deficit = 0;
         }
+        self.storage.slots.iter_mut().for_each(Slot::forget_time);
         self.storage.children.iter_mut().for_each(|child| child.credit = child.credit.min(credit_max));
         Rest { config: self.common.config, groups_end: self.groups_end }
     }

@@ -16,7 +16,7 @@ use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, Repr, payload_crc};
+use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, RankMask, Repr, payload_crc};
 
 /// What a group may send in its turn before the next one's, in bytes.
 const QUANTUM_BYTES: usize = 64 * 1024;
@@ -25,7 +25,10 @@ impl Node<'_> {
     /// Return the oldest reply.
     pub(super) fn next_reply(&mut self) -> Option<Outgoing> {
         let reply = self.common.replies.pop_front()?;
-        Some(bare(reply.to, &reply.repr))
+        Some(match reply.mask {
+            Some(mask) => masked(reply.to, reply.repr, &mask),
+            None => bare(reply.to, &reply.repr),
+        })
     }
 
     /// Return the next packet of the group whose turn it is.
@@ -33,7 +36,7 @@ impl Node<'_> {
         let turn = self.take_turn()?;
         let mut out = self.live(turn)?.transmit(now)?;
         if let Some(group) = &mut self.storage.groups[turn] {
-            group.deficit = group.deficit.saturating_sub(HEADER_LEN + out.payload.len());
+            group.deficit = group.deficit.saturating_sub(HEADER_LEN + out.payload_len());
             // From the group's bytes to the node's.
             out.payload = group.bytes.start + out.payload.start..group.bytes.start + out.payload.end;
         }
@@ -90,6 +93,9 @@ impl Live<'_> {
         if self.group.up.first_from(oldest).is_some() {
             return self.group.parent.as_ref().map(|parent| parent.addr);
         }
+        if let Some(child) = self.group.view.tell.first() {
+            return self.children[child].addr;
+        }
         let index = self.group.down.first_from(oldest)?;
         if let Some(link) = self.shares(index) {
             return Some(link.addr);
@@ -103,6 +109,11 @@ impl Live<'_> {
         if let Some(index) = self.group.up.first_from(oldest) {
             self.group.up.remove(index);
             return self.transmit_up(index, now);
+        }
+        if let Some(child) = self.group.view.tell.first() {
+            self.group.view.tell.remove(child);
+            let (repr, mask) = self.cut_header(child, self.group.view.number(), self.children[child].token)?;
+            return Some(masked(self.children[child].addr?, repr, &mask));
         }
         let index = self.group.down.first_from(oldest)?;
         if let Some(link) = self.shares(index) {
@@ -128,6 +139,9 @@ impl Live<'_> {
             super::put_ops(&mut repr, failure.ops.or(Some((slot.op, slot.op))));
         } else {
             repr.set_op(&slot.op);
+            if let Some(limit) = slot.limit {
+                repr.set_limit(limit, (seq.0 - slot.op_first) as u32);
+            }
             if slot.value_len > 0 {
                 repr.kind = Kind::Data;
                 repr.flags |= Flags::PARTIAL;
@@ -135,6 +149,7 @@ impl Live<'_> {
         }
         repr.signature = slot.signature;
         repr.attempt = slot.attempt;
+        (repr.slowest, repr.late_us) = (slot.slowest, slot.late_us);
         repr.flags |= self.congestion_to_tell();
         repr.flags.set(Flags::WANT, !slot.want.is_empty());
         if repr.kind == Kind::Empty {
@@ -202,7 +217,10 @@ impl Live<'_> {
             let failure = self.group.failed?;
             let nak = self.failure_nak(&failure, child, seq, token);
             self.common.counters.naks += 1;
-            return Some(bare(to, &nak));
+            return Some(match self.missed(&failure) {
+                Some(mask) => masked(to, nak, &mask),
+                None => bare(to, &nak),
+            });
         }
         let kind = if slot.has_result_for(child) { Kind::Result } else { Kind::Done };
         let count = if kind == Kind::Done { self.run_down(index, child) } else { 1 };
@@ -214,9 +232,10 @@ impl Live<'_> {
     /// Return the shared address if the answer of slot `index` can go there in place of one packet to each child.
     fn shares(&self, index: usize) -> Option<SharedLink> {
         let slot = &self.slots[index];
-        let everybody = slot.bits.len() == self.children.len() && slot.bits.len() > 1;
+        let here = slot.bits.without(&self.group.view.out);
+        let everybody = slot.bits.len() == self.children.len() && here.len() > 1;
         let sets = [&slot.pending, &slot.want, &slot.shared];
-        let all = slot.state == State::Answered && everybody && sets.iter().all(|&set| *set == slot.bits);
+        let all = slot.state == State::Answered && everybody && sets.iter().all(|&set| *set == here);
         self.group.shared.filter(|_| all && slot.value_len > 0)
     }
 
@@ -234,6 +253,7 @@ impl Live<'_> {
             count: 1,
             mark: self.group.stable(),
             window: self.group.granted(),
+            view: self.group.view.number(),
             ..Repr::new(Kind::Result, config.group, config.epoch, ChildIndex::ALL, link.key)
         };
         let repr = describe(&self.slots[index], header);
@@ -255,7 +275,8 @@ impl Live<'_> {
 
 /// Write what the slot's operation is into the header of its answer.
 fn describe(slot: &Slot, header: Repr) -> Repr {
-    let mut repr = Repr { signature: slot.signature, attempt: slot.attempt, ..header };
+    let Slot { signature, attempt, slowest, late_us, .. } = *slot;
+    let mut repr = Repr { signature, attempt, slowest, late_us, ..header };
     repr.set_op(&slot.op);
     repr
 }
@@ -268,5 +289,12 @@ fn bare(to: Addr, repr: &Repr) -> Outgoing {
 fn sealed(to: Addr, repr: &Repr, payload_crc: u32) -> Outgoing {
     let mut header = [0; HEADER_LEN];
     repr.emit(&mut Packet::new_unchecked(&mut header[..]), payload_crc);
-    Outgoing { to, header, payload: 0..0 }
+    Outgoing { to, header, payload: 0..0, mask: None }
+}
+
+/// Return a packet with a set of ranks behind its header.
+fn masked(to: Addr, repr: Repr, mask: &RankMask) -> Outgoing {
+    let bytes = mask.to_bytes();
+    let repr = Repr { payload_len_bytes: bytes.len() as u16, ..repr };
+    Outgoing { mask: Some(bytes), ..sealed(to, &repr, payload_crc(&bytes)) }
 }

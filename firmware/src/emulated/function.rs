@@ -302,7 +302,8 @@ impl Attached {
             Err(status) => {
                 let Contribution { group, epoch, seq, count, .. } = entry;
                 let (window, stable) = (0, sumac_hal::ids::ChunkNo(0));
-                let answer = CompletionEntry::Answer { status, group, epoch, seq, count, window, stable };
+                let slowest = None;
+                let answer = CompletionEntry::Answer { status, group, epoch, seq, count, window, stable, slowest };
                 self.owed += u32::from(count);
                 self.tell(answer);
                 true
@@ -419,7 +420,8 @@ impl Attached {
         }
         if let (
             Some(CompletionEntry::Answer { status: last, seq: first, count: many, window, stable, .. }),
-            CompletionEntry::Answer { status, seq, count, window: now, stable: newest, .. },
+            // What names a rank begins an operation, and speaks of that alone.
+            CompletionEntry::Answer { status, seq, count, window: now, stable: newest, slowest: None, .. },
         ) = (self.data.pending.back_mut(), entry)
             && *last == status
             && first.0.checked_add((*many).into()) == Some(seq.0)

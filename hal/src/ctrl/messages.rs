@@ -170,6 +170,14 @@ pub struct TreeConfig {
     pub parent: Option<NodeParent>,
     /// How many children (nodes or ranks) it has here, in declared order.
     pub children: u16,
+    /// Which rank each of them is, [`TreeConfig::NODE`] for a node: what ranks are named by that are late. Empty: nobody
+    /// is named, and no operation goes on without anybody.
+    pub ranks: Vec<u16, MAX_CHILDREN>,
+}
+
+impl TreeConfig {
+    /// In place of a rank: the child is a node.
+    pub const NODE: u16 = u16::MAX;
 }
 
 /// The timers of a group's hops in microseconds; see [`HopTimers`].

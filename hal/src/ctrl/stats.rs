@@ -41,11 +41,13 @@ pub enum DropReason {
     Unexpected = 14,
     /// The queue of replies is full.
     QueueFull = 15,
+    /// From who was not there in an operation's time: the group goes on without, or is about to.
+    Late = 16,
 }
 
 impl DropReason {
     /// Every reason, in order of number.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Malformed,
         Self::BadKind,
         Self::UnknownGroup,
@@ -62,6 +64,7 @@ impl DropReason {
         Self::OverWindow,
         Self::Unexpected,
         Self::QueueFull,
+        Self::Late,
     ];
 
     /// Return its name in tables.
@@ -83,6 +86,7 @@ impl DropReason {
             Self::OverWindow => "over-window",
             Self::Unexpected => "unexpected",
             Self::QueueFull => "queue-full",
+            Self::Late => "late",
         }
     }
 }
@@ -122,12 +126,14 @@ pub struct Counters {
     pub probes_in: u64,
     /// Probes sent up.
     pub probes_out: u64,
+    /// Decisions to go on without ranks that were carried out.
+    pub cuts: u64,
     /// Window halvings.
     pub window_cuts: u64,
     /// Groups ended by their lease.
     pub leases_expired: u64,
     /// Packets dropped, by [`DropReason`] number.
-    pub dropped: [u64; 16],
+    pub dropped: [u64; 17],
 }
 
 impl Counters {
@@ -157,6 +163,7 @@ impl Counters {
             naks,
             probes_in,
             probes_out,
+            cuts,
             window_cuts,
             leases_expired,
             dropped,
@@ -174,6 +181,7 @@ impl Counters {
         self.naks += naks;
         self.probes_in += probes_in;
         self.probes_out += probes_out;
+        self.cuts += cuts;
         self.window_cuts += window_cuts;
         self.leases_expired += leases_expired;
         for (sum, n) in self.dropped.iter_mut().zip(dropped) {

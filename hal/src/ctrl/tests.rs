@@ -31,7 +31,12 @@ fn group() -> GroupConfig {
 fn tree() -> TreeConfig {
     let addrs = [Addr::Udp("127.0.0.1:4791".parse().unwrap()), Addr::Emu(7)];
     let parent = NodeParent { data_addrs: addrs.into_iter().collect(), child: ChildIndex(3) };
-    TreeConfig { tree: TreeId(5), parent: Some(parent), children: 200 }
+    TreeConfig {
+        tree: TreeId(5),
+        parent: Some(parent),
+        children: 200,
+        ranks: [300, TreeConfig::NODE].into_iter().collect(),
+    }
 }
 
 fn frame<M: Serialize>(message: &M) -> Vec<u8> {
@@ -50,7 +55,7 @@ fn golden_bytes_of_version_6() {
     assert_eq!(hex(&refused), GOLDEN_REFUSED);
 }
 
-const GOLDEN_INSTALL: &str = "536306001200000078bc415a010105010200007f000001b725010703c801";
+const GOLDEN_INSTALL: &str = "53630600180000007236cdb2010105010200007f000001b725010703c80102ac02ffff03";
 const GOLDEN_CREATE: &str = "53630600500000001c434ff10203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
 const GOLDEN_REFUSED: &str = "5363060004000000a65c94d702020740";
 

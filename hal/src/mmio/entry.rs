@@ -26,8 +26,9 @@
 //! An admin command (on queue 0): word 0 the opcode, word 1 a cookie, then register (16): handle of the memory, offset
 //! and length in bytes; deregister (17): the region's key; fence (18): group and epoch as in word 1 above.
 //!
-//! A completion: word 0 bits 0..8 the opcode, 8..16 the status, 16..32 count, 32..48 window; words 1 and 2 as of the
-//! contribution, word 3 `stable`. For an admin command (16): words 1 the cookie, 2 the value. Before an answer of
+//! A completion: word 0 bits 0..8 the opcode, 8..16 the status, 16..32 count, 32..48 window, 48..64 the slowest rank's
+//! number and one, 0 if none is known; words 1 and 2 as of the contribution; word 3 bits 0..32 `stable` - seq as a signed
+//! number, 32..64 how late the slowest rank was in microseconds. For an admin command (16): words 1 the cookie, 2 the value. Before an answer of
 //! mismatch or of what is unsupported, the operations that it speaks of (2): words 1 and 2, each packed by
 //! [`pack_op`](crate::wire::pack_op); nothing else in word 0.
 //!
@@ -218,8 +219,11 @@ pub enum CompletionEntry {
         count: u16,
         /// How many chunks may be in flight (PROTOCOL 3).
         window: u16,
-        /// Every seq below has landed at every rank.
+        /// Every seq below has landed at every rank. It travels as its distance from `seq`, of 2^31 at most.
         stable: ChunkNo,
+        /// Which rank was the last to contribute to `seq`, and how many microseconds after the first; of the first 65,535
+        /// ranks.
+        slowest: Option<(Rank, u32)>,
     },
     /// To an admin command.
     Admin {
@@ -380,9 +384,14 @@ impl CompletionEntry {
     pub fn emit(&self) -> [u64; COMPLETION_WORDS] {
         let head = |opcode: u8, status: EntryStatus| u64::from(opcode) | u64::from(status as u8) << 8;
         match *self {
-            Self::Answer { status, group, epoch, seq, count, window, stable } => {
-                let run = u64::from(count) << 16 | u64::from(window) << 32;
-                [head(ANSWER, status) | run, view(group, epoch), seq.0, stable.0]
+            Self::Answer { status, group, epoch, seq, count, window, stable, slowest } => {
+                let named = slowest.and_then(|(rank, late_us)| Some((u16::try_from(rank.0 + 1).ok()?, late_us)));
+                let (rank, late_us) = named.unwrap_or_default();
+                let run = u64::from(count) << 16 | u64::from(window) << 32 | u64::from(rank) << 48;
+                let behind = stable.0.wrapping_sub(seq.0) as i64;
+                let behind = behind.clamp(i32::MIN.into(), i32::MAX.into()) as i32;
+                let ahead = u64::from(late_us) << 32 | u64::from(behind as u32);
+                [head(ANSWER, status) | run, view(group, epoch), seq.0, ahead]
             }
             Self::Admin { status, cookie, value } => [head(ADMIN, status), cookie, value, 0],
             Self::Operations { first, other } => [u64::from(OPERATIONS), first, other, 0],
@@ -406,7 +415,8 @@ impl CompletionEntry {
                     seq: ChunkNo(words[2]),
                     count: (head >> 16) as u16,
                     window: (head >> 32) as u16,
-                    stable: ChunkNo(words[3]),
+                    stable: ChunkNo(words[2].wrapping_add(i64::from(words[3] as u32 as i32) as u64)),
+                    slowest: ((head >> 48) as u32).checked_sub(1).map(|rank| (Rank(rank), (words[3] >> 32) as u32)),
                 }
             }
             ADMIN => Self::Admin { status, cookie: words[1], value: words[2] },

@@ -290,10 +290,11 @@ fn golden_completions() {
         seq: ChunkNo(4),
         count: 5,
         window: 6,
-        stable: ChunkNo(7),
+        stable: ChunkNo(3),
+        slowest: Some((Rank(0x0a0b), 0x0c0d_0e0f)),
     };
     let cases = [
-        (answer, [0x6_0005_0001, 0x2_0003_0000_1111, 4, 7]),
+        (answer, [0x0a0c_0006_0005_0001, 0x2_0003_0000_1111, 4, 0x0c0d_0e0f_ffff_ffff]),
         (CompletionEntry::Admin { status, cookie: 8, value: 9 }, [0x1c10, 8, 9, 0]),
         (CompletionEntry::Operations { first: 10, other: 11 }, [2, 10, 11, 0]),
     ];

@@ -25,6 +25,12 @@ pub enum Kind {
     Status = 7,
     /// Either way: see [`NakReason`].
     Nak = 8,
+    /// Up, with a [`RankMask`](super::RankMask): these ranks below have not come to the operation that begins at `seq`,
+    /// and are held back until the root has decided. Up, bare: say again what was decided as `view`. Down: who below has
+    /// not come to the operation at `seq`? Also the answer to the first, until there is a decision.
+    Late = 9,
+    /// Down, with a [`RankMask`](super::RankMask): from the operation at `seq` on, the group goes on without these ranks.
+    Cut = 10,
 }
 
 impl Kind {
@@ -39,6 +45,8 @@ impl Kind {
             6 => Self::Probe,
             7 => Self::Status,
             8 => Self::Nak,
+            9 => Self::Late,
+            10 => Self::Cut,
             _ => return None,
         })
     }
@@ -63,6 +71,11 @@ pub enum NakReason {
     PathLost = 6,
     /// Either way: this node can't do that operation (type, operator or collective).
     Unsupported = 7,
+    /// Down, with a [`RankMask`](super::RankMask): these ranks had not come to the operation at `seq` in its time, and it
+    /// has no result without them.
+    Stragglers = 8,
+    /// Down: the group goes on without you.
+    Excluded = 9,
 }
 
 impl NakReason {
@@ -76,6 +89,8 @@ impl NakReason {
             5 => Self::Mismatch,
             6 => Self::PathLost,
             7 => Self::Unsupported,
+            8 => Self::Stragglers,
+            9 => Self::Excluded,
             _ => return None,
         })
     }
@@ -93,6 +108,30 @@ bitflags! {
         const CONGESTED = 1 << 2;
         /// Up, on a contribution: the sender listens to the group's shared address, and may get the result there.
         const SHARED = 1 << 3;
+        /// On Data, Empty and Late: the operation does not wait longer than a limit for ranks to come to it.
+        const LIMITED = 1 << 4;
+        /// With `LIMITED`: it is completed without them then; else it fails.
+        const CUTS = 1 << 5;
+    }
+}
+
+/// How long an operation waits for ranks to come to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Limit {
+    /// In microseconds, from the first rank's contribution on.
+    pub us: u32,
+    /// It is completed without the ranks that are missing then; else it fails.
+    pub cuts: bool,
+}
+
+impl Limit {
+    /// Return the signature of an operation with this limit, where `signature` is that of one without: ranks that give
+    /// it other limits call different things.
+    pub fn sign(self, signature: u32) -> u32 {
+        let mut bytes = [u8::from(self.cuts); 9];
+        bytes[..4].copy_from_slice(&signature.to_le_bytes());
+        bytes[4..8].copy_from_slice(&self.us.to_le_bytes());
+        super::crc32c(&bytes)
     }
 }
 
@@ -137,12 +176,19 @@ pub struct Repr {
     pub payload_len_bytes: u16,
     /// The attempt at the seq.
     pub attempt: u16,
+    /// Decisions to go on without ranks: down, how many were made; up in a bare Late, which one is asked for.
+    pub view: u16,
     /// See the table in [`wire`](crate::wire).
     pub bits: u64,
     /// See the table in [`wire`](crate::wire).
     pub bits2: u64,
     /// The operation's root, rank 0 if it has none.
     pub root: Rank,
+    /// The rank that was the last to contribute, if one is known: as far as the sender knows, and in answers as the root
+    /// saw it.
+    pub slowest: Option<Rank>,
+    /// How long it came after the first, in microseconds.
+    pub late_us: u32,
 }
 
 impl Repr {
@@ -167,9 +213,12 @@ impl Repr {
             window: 0,
             payload_len_bytes: 0,
             attempt: 0,
+            view: 0,
             bits: 0,
             bits2: 0,
             root: Rank(0),
+            slowest: None,
+            late_us: 0,
         }
     }
 
@@ -210,9 +259,12 @@ impl Repr {
             window: packet.window(),
             payload_len_bytes: packet.payload_len(),
             attempt: packet.attempt(),
+            view: packet.view(),
             bits: packet.bits(),
             bits2: packet.bits2(),
             root: Rank(packet.root()),
+            slowest: packet.slowest().checked_sub(1).map(Rank),
+            late_us: packet.late_us(),
         })
     }
 
@@ -246,9 +298,12 @@ impl Repr {
         packet.set_window(self.window);
         packet.set_payload_len(self.payload_len_bytes);
         packet.set_attempt(self.attempt);
+        packet.set_view(self.view);
         packet.set_bits(self.bits);
         packet.set_bits2(self.bits2);
         packet.set_root(self.root.0);
+        packet.set_slowest(self.slowest.map_or(0, |rank| rank.0.saturating_add(1)));
+        packet.set_late_us(self.late_us);
         packet.seal(payload_crc);
     }
 
@@ -259,6 +314,19 @@ impl Repr {
         self.op = desc.op;
         self.root = desc.root;
         self.bits = desc.count;
+    }
+
+    /// Say how long the operation waits for ranks to come to it, which begins `distance` seqs before this one.
+    pub fn set_limit(&mut self, limit: Limit, distance: u32) {
+        self.flags |= Flags::LIMITED;
+        self.flags.set(Flags::CUTS, limit.cuts);
+        self.bits2 = u64::from(limit.us) << 32 | u64::from(distance);
+    }
+
+    /// Return how long the operation waits for ranks to come to it, and how many seqs before this one it begins.
+    pub fn limit(&self) -> Option<(Limit, u32)> {
+        let limit = Limit { us: (self.bits2 >> 32) as u32, cuts: self.flags.contains(Flags::CUTS) };
+        self.flags.contains(Flags::LIMITED).then_some((limit, self.bits2 as u32))
     }
 
     /// Describe the operation that a contribution belongs to, if it names a collective.

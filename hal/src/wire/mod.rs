@@ -8,7 +8,7 @@
 //! |---|---|---|---|
 //! | 0 | magic | u32 | `"SUMC"`, 0x434d_5553 |
 //! | 4 | version | u8 | 1 |
-//! | 5 | kind | u8 | [`Kind`]: Data, Ref, Empty, Result, Done, Probe, Status, Nak |
+//! | 5 | kind | u8 | [`Kind`]: Data, Ref, Empty, Result, Done, Probe, Status, Nak, Late, Cut |
 //! | 6 | flags | u16 | [`Flags`] |
 //! | 8 | collective | u8 | [`Collective`](crate::op::Collective), 0 where it does not apply |
 //! | 9 | dtype | u8 | [`Dtype`](crate::op::Dtype) of the operation, 0 for none |
@@ -26,21 +26,24 @@
 //! | 56 | window | u16 | down: contributions that the receiver may have in flight; up: 0 |
 //! | 58 | payload_len | u16 | bytes behind the header |
 //! | 60 | attempt | u16 | of the seq (PROTOCOL 7) |
-//! | 62 | reserved | u16 | 0, ignored |
-//! | 64 | bits | u64 | Data, Ref, Empty: element count of the whole operation. Probe: bit i = the answer to the i-th seq of the same shard from `seq` on is held. Status: bit i = the child's contribution to that seq is in. Nak(Mismatch): count of the first operation seen |
-//! | 72 | bits2 | u64 | Status: bit i = that seq is complete here. Nak(Mismatch): the other operation, packed by [`pack_op`] |
+//! | 62 | view | u16 | down: decisions to go on without ranks that were made so far; up: 0, in a bare Late the one that is asked for |
+//! | 64 | bits | u64 | Data, Ref, Empty, Late: element count of the whole operation. Probe: bit i = the answer to the i-th seq of the same shard from `seq` on is held. Status: bit i = the child's contribution to that seq is in. Nak(Mismatch): count of the first operation seen |
+//! | 72 | bits2 | u64 | Data, Empty and Late with LIMITED: bits 0..32 how many seqs before this one the operation begins, 32..64 how long it waits for ranks to come to it, in microseconds. Status: bit i = that seq is complete here. Nak(Mismatch): the other operation, packed by [`pack_op`] |
 //! | 80 | root | u32 | the root of rooted collectives, 0 otherwise |
-//! | 84 | spare | 8 B | 0, ignored |
+//! | 84 | slowest | u32 | up: the rank at or below the sender that was the last to contribute, and one; down: the last of all, as the root saw it; 0: unknown |
+//! | 88 | late_us | u32 | how long it came after the first, in microseconds |
 //! | 92 | crc | u32 | CRC-32C of bytes 0..92 followed by the CRC-32C of the payload, little-endian |
 //!
 //! The checksum is taken in two levels, so that a node which sends one payload to 256 children reads it once.
 
 mod header;
+mod mask;
 mod packet;
 #[cfg(test)]
 mod tests;
 
-pub use header::{Flags, Kind, NakReason, Repr, pack_op, unpack_op};
+pub use header::{Flags, Kind, Limit, NakReason, Repr, pack_op, unpack_op};
+pub use mask::RankMask;
 pub use packet::{Packet, WireError, payload_crc};
 
 #[cfg(doc)]

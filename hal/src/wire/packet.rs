@@ -80,9 +80,12 @@ mod field {
     pub(super) const WINDOW: Range<usize> = 56..58;
     pub(super) const PAYLOAD_LEN: Range<usize> = 58..60;
     pub(super) const ATTEMPT: Range<usize> = 60..62;
+    pub(super) const VIEW: Range<usize> = 62..64;
     pub(super) const BITS: Range<usize> = 64..72;
     pub(super) const BITS2: Range<usize> = 72..80;
     pub(super) const ROOT: Range<usize> = 80..84;
+    pub(super) const SLOWEST: Range<usize> = 84..88;
+    pub(super) const LATE_US: Range<usize> = 88..92;
     pub(super) const CRC: Range<usize> = 92..96;
 }
 
@@ -226,12 +229,18 @@ impl<T: AsRef<[u8]>> Packet<T> {
         payload_len: u16 = PAYLOAD_LEN;
         /// Return the attempt field.
         attempt: u16 = ATTEMPT;
+        /// Return the field that counts decisions to go on without ranks.
+        view: u16 = VIEW;
         /// Return the first bitmap field.
         bits: u64 = BITS;
         /// Return the second bitmap field.
         bits2: u64 = BITS2;
         /// Return the root field.
         root: u32 = ROOT;
+        /// Return the field of the slowest rank: its number and one, 0 for none.
+        slowest: u32 = SLOWEST;
+        /// Return how late it was, in microseconds.
+        late_us: u32 = LATE_US;
         /// Return the checksum field.
         crc: u32 = CRC;
     }
@@ -277,9 +286,12 @@ impl<T: AsRef<[u8]> + AsMut<[u8]>> Packet<T> {
         set_window: u16 = WINDOW;
         set_payload_len: u16 = PAYLOAD_LEN;
         set_attempt: u16 = ATTEMPT;
+        set_view: u16 = VIEW;
         set_bits: u64 = BITS;
         set_bits2: u64 = BITS2;
         set_root: u32 = ROOT;
+        set_slowest: u32 = SLOWEST;
+        set_late_us: u32 = LATE_US;
     }
 
     /// Write the checksum, last.

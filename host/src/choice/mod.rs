@@ -222,6 +222,14 @@ pub enum RuledOut {
         /// What breaks it.
         why: String,
     },
+    /// It can't be completed without ranks that are late, as the caller may want.
+    #[error("{path} can't go on without ranks that are late: {why}")]
+    Partial {
+        /// The path's name.
+        path: &'static str,
+        /// Why not.
+        why: &'static str,
+    },
     /// There is no such collective on this path.
     #[error("{path} has no {collective}")]
     Collective {

@@ -89,7 +89,14 @@ impl Core {
 
     /// Say why the view has to change, as others say so.
     pub(super) fn loss(&self) -> Error {
-        self.lost.rank().map_or(Error::PathLost, |rank| Error::RankLost { rank })
+        self.lost_rank().map_or(Error::PathLost, |rank| Error::RankLost { rank })
+    }
+
+    /// Return when the first thing came up that the view has to change for; none is that a rank is gone which had left.
+    pub(super) fn unsettled_since(&self) -> Option<Instant> {
+        let gone = self.gone();
+        let had_left = !gone.is_empty() && self.lost.ranks().into_iter().all(|rank| gone.contains(rank));
+        self.lost.unsettled_since(self.epoch).filter(|_| !had_left)
     }
 
     /// Make good what the loss of the tree, or of ranks, has left, with all other ranks. Afterwards operations of the
@@ -105,7 +112,8 @@ impl Core {
         cause: &Error,
         deadline: Deadline,
     ) -> Result<OpId, Error> {
-        if self.parley.is_none() || self.ended.is_some() {
+        // Where ranks have left, results are over others than a change would complete them with.
+        if self.parley.is_none() || self.ended.is_some() || !self.gone().is_empty() {
             return Err(cause.clone());
         }
         let (began, sent_before) = (Instant::now(), self.repaired_bytes);
@@ -162,7 +170,7 @@ impl Core {
     /// Change the view because others ask for it, outside of any call.
     pub(super) fn serve_change(&mut self) {
         let is_tree_lost = self.tree.is_some() && self.lost.repair_wanted() > self.job_view;
-        let is_wanted = is_tree_lost || self.lost.unsettled_since(self.epoch).is_some();
+        let is_wanted = is_tree_lost || self.unsettled_since().is_some();
         if !is_wanted || self.has_ended() || self.parley.is_none() || self.lost.is_cancelled() {
             return;
         }
@@ -181,7 +189,7 @@ impl Core {
     /// Return what the loss of a rank that a schedule has met is to all ranks.
     pub(super) fn after_loss(&mut self, error: Error, deadline: Deadline) -> Error {
         let is_told = matches!(error, Error::Schedule(ExecError::Interrupted { .. }));
-        let is_loss = is_told && self.lost.unsettled_since(self.epoch).is_some() && !self.lost.is_cancelled();
+        let is_loss = is_told && self.unsettled_since().is_some() && !self.lost.is_cancelled();
         if self.is_repairable(&error) || is_loss && self.parley.is_some() && self.ended.is_none() {
             return self.change_view(None, &error, deadline).err().unwrap_or(error);
         }

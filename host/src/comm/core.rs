@@ -12,11 +12,11 @@ use super::progress::{Deadline, InTheTree};
 use super::started::{InTree, Started};
 use super::tree::Tree;
 use super::{CallOptions, Outcome};
-use crate::choice::{Explanation, Situation, explain};
+use crate::choice::{Algo, Explanation, Situation, explain};
 use crate::coll::{Buffer, Place, Schedule, pairwise};
 use crate::controller::Session;
 use crate::controller::proto::QueuePlace;
-use crate::endpoint::OpId;
+use crate::endpoint::{OpId, Verdict};
 use crate::exec::{Buffers, ExecError, JobToken, Mesh};
 use crate::reference::{Buffer as RegisteredBuffer, RegisterError, Transfer};
 use crate::repair::Landed;
@@ -25,6 +25,7 @@ use std::time::Instant;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
+use sumac_hal::wire::Limit;
 
 /// What was counted when an operation began.
 #[derive(Clone, Copy)]
@@ -95,6 +96,8 @@ pub(super) struct Core {
     pub(super) ended: Option<Error>,
     /// It has ended outside of any call: the next one is the first to say why.
     pub(super) is_untold: bool,
+    /// What is known of operations that are complete in the tree and whose callers have yet to hear of it, by view.
+    pub(super) verdicts: BTreeMap<(u32, OpId), Verdict>,
     choices: Choices,
     /// The place in the queue that they were made in.
     queue_place: Option<QueuePlace>,
@@ -145,6 +148,7 @@ impl Core {
             splits: 0,
             ended: None,
             is_untold: false,
+            verdicts: BTreeMap::new(),
             choices: Choices::default(),
             queue_place: None,
             fallback_told: false,
@@ -175,13 +179,14 @@ impl Core {
     pub(super) fn explain(&self, desc: &OpDesc, options: &CallOptions) -> Explanation {
         let algo = options.algo.unwrap_or(self.config.algo);
         // Why there is no tree changes with the queue, and nothing else does.
-        match (&self.situation.tree, self.lost.queue_place()) {
+        let found = match (&self.situation.tree, self.lost.queue_place()) {
             (Err(why), Some(place)) => {
                 let tree = Err(format!("{why}; {place}"));
                 explain(&Situation { tree, ..self.situation.clone() }, desc, algo)
             }
             _ => explain(&self.situation, desc, algo),
-        }
+        };
+        self.judge_stragglers(desc, options, found)
     }
 
     /// Run an operation to its end.
@@ -205,6 +210,7 @@ impl Core {
         let begun = self.mark();
         // What can't be done is refused before the buffers are touched.
         let mut way = self.choose(&desc, options)?;
+        let limit = self.limit(options);
         let mut scaled = Vec::new();
         premultiply(&desc, &extent, buffers, options, &mut scaled)?;
         let mut buffers = match buffers {
@@ -215,15 +221,18 @@ impl Core {
         loop {
             let (path, fallback) = way;
             let result = match path {
-                Path::Tree => self.run_in_tree(desc, &extent, &mut buffers, deadline),
+                Path::Tree => self.run_in_tree((desc, limit), &extent, &mut buffers, deadline),
                 _ => {
-                    let result = self.run_by_schedule(&desc, path, buffers, deadline);
+                    let result = self.run_by_schedule((&desc, limit), path, buffers, deadline);
                     result.map_err(|error| self.end(error, &desc, begun))?;
                     return Ok(self.outcome((path, None), fallback, begun));
                 }
             };
             match result.map_err(|error| self.end(error, &desc, begun))? {
-                InTheTree::Done(transfer) => return Ok(self.outcome((path, Some(transfer)), fallback, begun)),
+                InTheTree::Done(op, transfer) => {
+                    let outcome = self.outcome((path, Some(transfer)), fallback, begun);
+                    return Ok(self.with_verdict(op, outcome));
+                }
                 InTheTree::BeginsAgain => way = self.choose(&desc, options)?,
             }
         }
@@ -232,14 +241,14 @@ impl Core {
     /// Schedules that were started before must run before: the other ranks wait for them in that order.
     fn run_by_schedule(
         &mut self,
-        desc: &OpDesc,
+        (desc, limit): (&OpDesc, Option<Limit>),
         path: Path,
         buffers: Buffers<'_>,
         deadline: Deadline,
     ) -> Result<(), Error> {
         let schedule = self.schedule(desc, path, &buffers)?;
         self.run_started(deadline)?;
-        let told = self.tell_tree(desc, path)?;
+        let told = self.tell_tree(desc, path, limit)?;
         self.run_told((desc, path), &schedule, buffers, told, deadline)
     }
 
@@ -278,12 +287,14 @@ impl Core {
         let schedule = pairwise::all_to_all_v(self.place, send_counts, recv_counts)
             .map_err(|error| Error::Argument(error.to_string()))?;
         check_uneven(&schedule, dtype, &buffers)?;
+        self.algo_for(&desc, &CallOptions { algo: Some(Algo::Pairwise), ..*options })?;
+        let limit = self.limit(options);
         let deadline = self.deadline(options);
         let begun = self.mark();
         let path = Path::Pairwise;
         let begins = self.begin_call(deadline).and_then(|()| self.run_started(deadline));
         let result = begins.and_then(|()| {
-            let told = self.tell_tree(&desc, path)?;
+            let told = self.tell_tree(&desc, path, limit)?;
             self.run_told((&desc, path), &schedule, buffers, told, deadline)
         });
         let result = result.map_err(|error| self.end(error, &desc, begun));
@@ -309,7 +320,7 @@ impl Core {
         if self.config.world == 1 {
             return Ok((Path::Local, None));
         }
-        let algo = options.algo.unwrap_or(self.config.algo);
+        let algo = self.algo_for(desc, options)?;
         let queue_place = self.lost.queue_place();
         if std::mem::replace(&mut self.queue_place, queue_place) != queue_place {
             self.forget_choices();
@@ -317,7 +328,7 @@ impl Core {
         if let Some(chosen) = self.choices.find(desc, algo) {
             return Ok(chosen);
         }
-        let explanation = self.explain(desc, options);
+        let explanation = explain(&self.situation, desc, algo);
         let Some(path) = explanation.chosen else {
             let reason = explanation.refusal().cloned();
             return Err(reason.map_or_else(|| Error::Argument(format!("no path for {desc}")), Error::NotPossible));
@@ -334,7 +345,7 @@ impl Core {
     }
 
     pub(super) fn deadline(&self, options: &CallOptions) -> Deadline {
-        let limit = options.deadline.unwrap_or(self.config.deadline);
+        let limit = self.patience(options);
         (Instant::now() + limit, limit)
     }
 
@@ -368,6 +379,8 @@ impl Core {
             wire_bytes: now.wire_bytes - begun.wire_bytes,
             retransmits: now.retransmits - begun.retransmits,
             repaired: now.view > begun.view,
+            slowest: None,
+            missing: self.gone(),
         }
     }
 

@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::time::Duration;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::OpDesc;
+use sumac_hal::wire::RankMask;
 use thiserror::Error;
 
 /// Why an operation has no result.
@@ -99,6 +100,15 @@ pub enum Error {
         /// Why not.
         reason: RegisterError,
     },
+    /// Ranks did not come to an operation within its limit ([`Straggler`](super::Straggler)). All that did get this error.
+    #[error("ranks {missing} had not come to the operation within its limit, and it has no result without them")]
+    Stragglers {
+        /// Who.
+        missing: RankMask,
+    },
+    /// This rank did not come to an operation within its limit, and the others go on without it.
+    #[error("the other ranks go on without this one, which had not come to an operation within its limit")]
+    Excluded,
     /// The deadline passed.
     #[error("{desc} did not complete within {} ms", waited.as_millis())]
     Deadline {
@@ -205,6 +215,8 @@ impl Error {
             EndpointError::Unsupported(desc) => Self::Unsupported(desc),
             EndpointError::PathLost => Self::PathLost,
             EndpointError::GroupLost => Self::GroupLost,
+            EndpointError::Stragglers { missing } => Self::Stragglers { missing },
+            EndpointError::Excluded => Self::Excluded,
             EndpointError::DeviceLost => Self::DeviceLost { device: device.into() },
             error @ (EndpointError::Device { .. } | EndpointError::Broken(_)) => {
                 Self::Device { device: device.into(), error }
@@ -218,6 +230,11 @@ impl Error {
             return self;
         }
         Self::Schedule(ExecError::Invalid { what: format!("a repair came to nothing: {self}") })
+    }
+
+    /// Tell whether it is what the tree says of the ranks' calls: that counts for what runs beside the tree, too.
+    pub(super) const fn is_word_of_tree(&self) -> bool {
+        matches!(self, Self::Mismatch { .. } | Self::Stragglers { .. } | Self::Excluded)
     }
 
     /// Tell whether it is the tree that is lost, which a schedule does not need.

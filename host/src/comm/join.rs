@@ -3,6 +3,7 @@
 use super::core::{Core, Lines};
 use super::lost::Lost;
 use super::parley::Parley;
+use super::straggler::Straggler;
 use super::tree::{Tree, seating};
 use crate::choice::{Algo, Declared, Situation};
 use crate::coll::Place;
@@ -59,6 +60,8 @@ pub struct JoinConfig {
     /// without waiting by default, the job runs by schedules, and moves to a tree when its turn comes if it may
     /// [repair](Self::repair).
     pub wait_for_tree: Duration,
+    /// What becomes of operations to which ranks come late, where the call does not say; the same at all ranks.
+    pub straggler: Straggler,
 }
 
 impl JoinConfig {
@@ -80,6 +83,7 @@ impl JoinConfig {
             repair: true,
             tenant: DEFAULT_TENANT.to_owned(),
             wait_for_tree: Duration::ZERO,
+            straggler: Straggler::Wait,
         }
     }
 

@@ -85,8 +85,10 @@ mod shrink;
 mod split;
 mod start;
 mod started;
+mod straggler;
 mod tree;
 
+pub use crate::endpoint::Slowest;
 pub use crate::exec::Buffers;
 pub use crate::reference::{Buffer, Transfer};
 pub use bucket::BUCKET_BYTES;
@@ -98,6 +100,7 @@ pub use join::{DEFAULT_PORT, JoinConfig, JoinError};
 pub use messages::MessageHandle;
 pub use shrink::ShrinkError;
 pub use split::SplitError;
+pub use straggler::Straggler;
 
 use self::core::Core;
 use self::lost::Lost;
@@ -106,6 +109,7 @@ use crate::controller::proto::QueuePlace;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::wire::RankMask;
 
 /// How one call differs from the communicator's defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -116,6 +120,8 @@ pub struct CallOptions {
     pub deadline: Option<Duration>,
     /// What this rank multiplies its own contribution by, in place where input and output are one buffer; for [`ReduceOp::PremulSum`](sumac_hal::op::ReduceOp::PremulSum) alone, where it is 1 by default.
     pub scalar: Option<f64>,
+    /// What becomes of the operation if ranks come late to it; the same at all ranks.
+    pub straggler: Option<Straggler>,
 }
 
 /// What became of an operation.
@@ -135,6 +141,12 @@ pub struct Outcome {
     pub retransmits: u64,
     /// Whether the operation was repaired on the way.
     pub repaired: bool,
+    /// Which rank was the last to come to it, and how late, as the devices saw it; `None` where nobody knows: by
+    /// schedules, and after a repair.
+    pub slowest: Option<Slowest>,
+    /// The ranks that have no part in the result; all others have. Empty unless [`Straggler::Partial`] left some out, in
+    /// this operation or before.
+    pub missing: RankMask,
 }
 
 /// A member of a job. Dropping it without [`Communicator::leave`] tells the other ranks that this one is lost.

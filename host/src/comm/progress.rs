@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, OpDesc, Path};
 use sumac_hal::reduce::Kernel;
+use sumac_hal::wire::Limit;
 
 /// When a call has to end, and how long it was given.
 pub(super) type Deadline = (Instant, Duration);
@@ -32,7 +33,7 @@ pub(super) struct Lent<'c, 'b> {
 /// What became of a blocking call's operation in the tree.
 pub(super) enum InTheTree {
     /// The result is in its buffers.
-    Done(Transfer),
+    Done(Option<OpId>, Transfer),
     /// The tree was lost before all ranks had entered the operation.
     BeginsAgain,
 }
@@ -62,13 +63,13 @@ impl endpoint::Buffers for InFlight<'_, '_> {
 impl Core {
     pub(super) fn run_in_tree(
         &mut self,
-        desc: OpDesc,
+        (desc, limit): (OpDesc, Option<Limit>),
         extent: &Extent,
         buffers: &mut Buffers<'_>,
         deadline: Deadline,
     ) -> Result<InTheTree, Error> {
         extent.keep_own(&desc, buffers);
-        let posted = match self.post(&desc, Path::Tree, Some((extent, &mut *buffers))) {
+        let posted = match self.post(&desc, Path::Tree, limit, Some((extent, &mut *buffers))) {
             Err(error) if self.is_repairable(&error) => {
                 let changed = self.change_view(None, &error, deadline);
                 changed.map_err(|error| error.with_fresh(Fresh::Elements(Vec::new())))?;
@@ -83,11 +84,11 @@ impl Core {
                 Err(error) if self.is_repairable(&error) => {
                     let lent = Lent { op, extent, buffers: &mut *buffers };
                     return match self.change_view(Some(lent), &error, deadline) {
-                        Ok(completed_below) if op < completed_below => Ok(InTheTree::Done(transfer)),
+                        Ok(completed_below) if op < completed_below => Ok(InTheTree::Done(None, transfer)),
                         Ok(_) => Ok(InTheTree::BeginsAgain),
                         Err(error) if op.0 < self.completed_below => {
                             self.note_untold_end(error);
-                            Ok(InTheTree::Done(transfer))
+                            Ok(InTheTree::Done(None, transfer))
                         }
                         Err(error) => Err(error.with_fresh(self.fresh(op))),
                     };
@@ -95,7 +96,7 @@ impl Core {
                 stepped => stepped?,
             }
         }
-        Ok(InTheTree::Done(transfer))
+        Ok(InTheTree::Done(Some(op), transfer))
     }
 
     /// Drive the tree once and wait for the next packet.
@@ -132,7 +133,7 @@ impl Core {
         if let Some(next) = next {
             wait = wait.min(next);
         }
-        if let Some(since) = self.lost.unsettled_since(self.epoch) {
+        if let Some(since) = self.unsettled_since() {
             // What a dead rank had contributed may still complete: that is on its way already, or never comes.
             let left = GRACE.saturating_sub(since.elapsed());
             if left.is_zero() {
@@ -150,12 +151,17 @@ impl Core {
 
     /// Drive the tree without waiting; returns when it wants to be driven again.
     pub(super) fn pump(&mut self, lent: Option<Lent<'_, '_>>) -> Option<Duration> {
-        let tree = self.tree.as_mut()?;
+        let waited_for = lent.as_ref().map(|lent| lent.op);
         let mut buffers = InFlight { owned: &mut self.owned, lent };
-        let next = tree.pump(&mut buffers);
-        while let Some(event) = tree.poll_event() {
+        let next = self.tree.as_mut()?.pump(&mut buffers);
+        while let Some((event, verdict)) =
+            self.tree.as_mut().and_then(|tree| Some((tree.poll_event()?, tree.verdict())))
+        {
             if let Event::Completed(op) = event {
                 self.completed_below = op.0 + 1;
+                if waited_for == Some(op) || self.owned.contains_key(&op) {
+                    self.keep_verdict(op, verdict);
+                }
             }
         }
         next
@@ -166,15 +172,16 @@ impl Core {
         &mut self,
         desc: &OpDesc,
         path: Path,
+        limit: Option<Limit>,
         buffers: Option<(&Extent, &mut Buffers<'_>)>,
     ) -> Result<Option<(OpId, Transfer)>, Error> {
-        self.tree.as_mut().map(|tree| tree.post(desc, path, buffers)).transpose()
+        self.tree.as_mut().map(|tree| tree.post(desc, path, limit, buffers)).transpose()
     }
 
     /// Tell the tree what this rank calls by a schedule, so that ranks which call different things find out. A tree
     /// that is lost can't be told, and a schedule does not need it.
-    pub(super) fn tell_tree(&mut self, desc: &OpDesc, path: Path) -> Result<Option<OpId>, Error> {
-        match self.post(desc, path, None) {
+    pub(super) fn tell_tree(&mut self, desc: &OpDesc, path: Path, limit: Option<Limit>) -> Result<Option<OpId>, Error> {
+        match self.post(desc, path, limit, None) {
             Err(error) if error.is_loss_of_tree() => Ok(None),
             posted => Ok(posted?.map(|(op, _)| op)),
         }
@@ -258,7 +265,7 @@ impl Core {
         while self.tree.is_some() && told.0 >= self.completed_below {
             match self.step(None, deadline) {
                 Ok(()) => {}
-                Err(word @ Error::Mismatch { .. }) => return word,
+                Err(word) if word.is_word_of_tree() => return word,
                 Err(_) => return error,
             }
         }
@@ -329,7 +336,7 @@ impl Along<'_> {
 
     /// Deal with the end of the tree.
     fn on_tree_error(&mut self, error: Error) -> Result<(), ExecError> {
-        if matches!(error, Error::Mismatch { .. }) {
+        if error.is_word_of_tree() {
             return Err(self.end(error));
         }
         if self.core.is_repairable(&error) {
@@ -357,7 +364,7 @@ impl Interrupt for Along<'_> {
         }
         // A rank that has no connection yet can't be missed by its end: what is said is all there is. What a dead rank had
         // sent may still complete the schedule for a while.
-        let since = self.core.lost.unsettled_since(self.core.epoch);
+        let since = self.core.unsettled_since();
         if since.is_some_and(|since| since.elapsed() >= GRACE) {
             let cause = self.core.loss();
             match cause {

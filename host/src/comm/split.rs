@@ -3,7 +3,7 @@
 //! Each is a group of its own (PROTOCOL 1), with its own sequence of chunks, so operations of several communicators
 //! overlap freely. Names tell them apart in every log line: `job/0.3` is color 3 of the job's first split.
 
-use super::{Buffers, CallOptions, Communicator, Error, JoinConfig, JoinError};
+use super::{Buffers, CallOptions, Communicator, Error, JoinConfig, JoinError, Straggler};
 use crate::choice::Algo;
 use sumac_hal::op::{Dtype, OpDesc};
 use thiserror::Error as ThisError;
@@ -54,7 +54,8 @@ impl Communicator {
         let own = [color.map_or(-1, i64::from), key];
         let mut all = vec![0; 2 * self.size() as usize];
         // By whatever way there is: the communicator's own choice may be one that has no all-gather.
-        let options = CallOptions { algo: Some(Algo::Auto), ..CallOptions::default() };
+        let options =
+            CallOptions { algo: Some(Algo::Auto), straggler: Some(Straggler::Wait), ..CallOptions::default() };
         let desc = OpDesc::all_gather(Dtype::I64, all.len() as u64);
         let (input, output) = (bytemuck::cast_slice(&own), bytemuck::cast_slice_mut(&mut all));
         let exchanged = self.run(&desc, Buffers::Separate { input, output }, &options);

@@ -15,6 +15,7 @@ use crate::exec::Buffers;
 use crate::reference::Transfer;
 use std::time::Instant;
 use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::wire::Limit;
 
 /// Buffers that the communicator owns while their operation is on its way.
 pub(super) struct Owned {
@@ -72,6 +73,8 @@ pub(super) struct Started {
     pub(super) fallback: Option<String>,
     /// In the tree's endpoint: the operation itself, or, for a schedule, what tells the tree of it.
     pub(super) tree_op: Option<OpId>,
+    /// How long it waits for ranks to come to it.
+    limit: Option<Limit>,
     pub(super) transfer: Option<Transfer>,
     pub(super) begun: Mark,
     /// When it was first tested: who only tests it waits from then on.
@@ -108,6 +111,7 @@ impl Core {
             path,
             fallback,
             tree_op: None,
+            limit: self.limit(options),
             transfer: None,
             begun: self.mark(),
             tested: None,
@@ -123,16 +127,16 @@ impl Core {
 
     /// Put a started operation on its way.
     pub(super) fn launch(&mut self, handle: u64, started: &mut Started, mut owned: Owned) -> Result<(), Error> {
-        let (desc, path) = (started.desc, started.path);
+        let (desc, path, limit) = (started.desc, started.path, started.limit);
         if path == Path::Tree {
             let extent = Extent::of(&desc, self.place)?;
             extent.keep_own(&desc, &mut owned.lend());
-            if let Some((op, transfer)) = self.post(&desc, path, Some((&extent, &mut owned.lend())))? {
+            if let Some((op, transfer)) = self.post(&desc, path, limit, Some((&extent, &mut owned.lend())))? {
                 (started.tree_op, started.transfer) = (Some(op), Some(transfer));
                 self.owned.insert(op, InTree { buffers: owned, extent });
             }
         } else {
-            (started.tree_op, started.transfer) = (self.tell_tree(&desc, path)?, None);
+            (started.tree_op, started.transfer) = (self.tell_tree(&desc, path, limit)?, None);
             started.buffers = Some(owned);
             // In the order of posting, also where an operation has lost its tree.
             let at = self.schedules.partition_point(|&other| other < handle);
@@ -209,7 +213,9 @@ impl Core {
         let Some(started) = self.started.get(&handle).filter(|started| started.finished.is_none()) else { return };
         if started.path == Path::Tree && started.tree_op.is_none_or(|op| op.0 < self.completed_below) {
             let (way, fallback, begun) = ((started.path, started.transfer), started.fallback.clone(), started.begun);
+            let op = started.tree_op;
             let outcome = self.outcome(way, fallback, begun);
+            let outcome = self.with_verdict(op, outcome);
             if let Some(started) = self.started.get_mut(&handle) {
                 started.finished = Some(Ok(outcome));
             }

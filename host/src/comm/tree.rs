@@ -3,7 +3,7 @@
 use super::error::Error;
 use super::extent::Extent;
 use crate::controller::proto::TreeMembership;
-use crate::endpoint::{self, EndpointError, EndpointStats, Event, OpId};
+use crate::endpoint::{self, EndpointError, EndpointStats, Event, OpId, Verdict};
 use crate::exec::{Buffers, TreeDriver};
 use crate::reference::{Places, ReferenceDriver, Seating, Transfer};
 use crate::repair::Remains;
@@ -12,6 +12,7 @@ use std::time::Duration;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::udp::UdpPort;
+use sumac_hal::wire::{Limit, RankMask};
 
 /// How often a schedule looks at a tree by reference: its doorbell is nothing that can be polled.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
@@ -29,10 +30,11 @@ impl Tree {
         &mut self,
         desc: &OpDesc,
         path: Path,
+        limit: Option<Limit>,
         buffers: Option<(&Extent, &mut Buffers<'_>)>,
     ) -> Result<(OpId, Transfer), Error> {
         match self {
-            Self::Packets(driver) => match driver.endpoint_mut().post(*desc, path) {
+            Self::Packets(driver) => match driver.endpoint_mut().post_within(*desc, path, limit) {
                 Ok(op) => Ok((op, Transfer::Packets)),
                 Err(error) => Err(self.refused(error)),
             },
@@ -93,6 +95,31 @@ impl Tree {
         match self {
             Self::Packets(driver) => *driver.endpoint().stats(),
             Self::Reference(driver) => *driver.stats(),
+        }
+    }
+
+    /// Return what is known of the operation whose completion was told last.
+    pub(super) fn verdict(&self) -> Verdict {
+        match self {
+            Self::Packets(driver) => driver.endpoint().verdict(),
+            Self::Reference(driver) => driver.verdict(),
+        }
+    }
+
+    /// Return the ranks that have left the group.
+    pub(super) fn gone(&self) -> RankMask {
+        match self {
+            Self::Packets(driver) => driver.endpoint().gone(),
+            Self::Reference(_) => RankMask::EMPTY,
+        }
+    }
+
+    /// Return how many shards the leaf device has; those of a tree have equally many.
+    pub(super) fn shards(&self) -> usize {
+        match self {
+            Self::Packets(driver) => driver.endpoint().shards(),
+            // Its leaf's are behind one queue; what is of packets above is not seen from here.
+            Self::Reference(_) => 1,
         }
     }
 

@@ -23,7 +23,7 @@ use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
-use sumac_hal::wire::HEADER_LEN;
+use sumac_hal::wire::{HEADER_LEN, MAX_CHILDREN};
 
 /// One node of a placed tree.
 #[derive(Debug)]
@@ -292,11 +292,11 @@ impl Placement {
     /// is the first that did not, root first, and what it counts then, if it says so.
     pub(super) fn reserve(&self, config: &ControllerConfig, order: Order) -> Result<(), Unreserved> {
         let due = answer_due();
-        let ask = |node: &PlacedNode| {
-            let install = node.device.post(Request::InstallTree(self.tree_config(node)))?;
+        let ask = |(index, node): (usize, &PlacedNode)| {
+            let install = node.device.post(Request::InstallTree(self.tree_config(index)))?;
             Ok((install, node.device.post(Request::CreateGroup(self.group_config(config, order, node)))?))
         };
-        let asked: Vec<_> = self.nodes.iter().map(ask).collect();
+        let asked: Vec<_> = self.nodes.iter().enumerate().map(ask).collect();
         let mut failed = None;
         for (index, (node, asked)) in self.nodes.iter().zip(asked).enumerate() {
             let done = asked.and_then(|(install, create)| {
@@ -313,12 +313,19 @@ impl Placement {
         Err(Unreserved { index, error, slots_used: stats.map(|stats| stats.slots_used) })
     }
 
-    fn tree_config(&self, node: &PlacedNode) -> TreeConfig {
+    fn tree_config(&self, index: usize) -> TreeConfig {
+        let node = &self.nodes[index];
         let parent = node.parent.map(|(parent, child)| NodeParent {
             data_addrs: self.nodes[parent].device.announce.data_addrs.clone(),
             child,
         });
-        TreeConfig { tree: self.tree, parent, children: node.children }
+        let mut ranks: heapless::Vec<u16, MAX_CHILDREN> = (0..node.children).map(|_| TreeConfig::NODE).collect();
+        for (rank, (leaf, child)) in (0..TreeConfig::NODE).zip(&self.ranks) {
+            if let Some(place) = ranks.get_mut(usize::from(child.0)).filter(|_| *leaf == index) {
+                *place = rank;
+            }
+        }
+        TreeConfig { tree: self.tree, parent, children: node.children, ranks }
     }
 
     fn group_config(&self, config: &ControllerConfig, order: Order, node: &PlacedNode) -> GroupConfig {

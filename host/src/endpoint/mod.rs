@@ -19,9 +19,11 @@ mod receive;
 mod snapshot;
 #[cfg(test)]
 mod tests;
+mod verdict;
 
 pub use ops::{Buffers, OpId};
 pub(crate) use ops::{Keep, Kept, MAX_OPS, Op, Ops, Part, Seat};
+pub use verdict::{Slowest, Verdict};
 
 use crate::reference::Breach;
 use crate::repair::Remains;
@@ -34,7 +36,7 @@ use sumac_hal::port::Addr;
 use sumac_hal::shard::{RUN, Shard};
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::{HopTimers, Listening, MAX_WINDOW, Uplink};
-use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, Repr, payload_crc};
+use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Limit, Packet, RankMask, Repr, payload_crc};
 use thiserror::Error;
 
 /// What a rank is told when it joins a group.
@@ -105,6 +107,15 @@ pub enum EndpointError {
     /// The device that memory is shared with is gone.
     #[error("the device that reads and writes this rank's memory is gone")]
     DeviceLost,
+    /// Ranks did not come to an operation within its limit.
+    #[error("ranks {missing} had not come to the operation within its limit, and it has no result without them")]
+    Stragglers {
+        /// Who.
+        missing: RankMask,
+    },
+    /// This rank did not come in time.
+    #[error("the group goes on without this rank, which had not come to an operation within its limit")]
+    Excluded,
     /// What the device answered by reference makes no sense.
     #[error("the device has broken the protocol: {0}")]
     Broken(#[from] Breach),
@@ -257,11 +268,21 @@ impl Endpoint {
     /// # Errors
     /// [`PostError`] if the group has failed or too much is in flight.
     pub fn post(&mut self, desc: OpDesc, path: Path) -> Result<OpId, PostError> {
+        self.post_within(desc, path, None)
+    }
+
+    /// The same for an operation that does not wait longer than a limit for ranks to come to it. All ranks have to give
+    /// it the same one. Devices of several shards, and groups of more than 256 ranks, take no notice of it.
+    ///
+    /// # Errors
+    /// [`PostError`] if the group has failed or too much is in flight.
+    pub fn post_within(&mut self, desc: OpDesc, path: Path, limit: Option<Limit>) -> Result<OpId, PostError> {
         if let Some(error) = self.failed {
             return Err(error.into());
         }
         let signature = desc.tree_signature(path, self.config.table_version, ChunkNo(self.ops.end()));
-        self.ops.post(desc, signature, path == Path::Tree)
+        let signature = limit.map_or(signature, |limit| limit.sign(signature));
+        self.ops.post_within(desc, signature, path == Path::Tree, limit)
     }
 
     /// Write the next packet to `buffer`, which has room for a chunk and its header; `None` if there is none to
@@ -333,6 +354,21 @@ impl Endpoint {
         let error = self.failed.filter(|_| !self.failure_told)?;
         self.failure_told = true;
         Some(Event::Failed(error))
+    }
+
+    /// Return what is known of the operation whose completion [`Endpoint::poll_event`] has told last.
+    pub const fn verdict(&self) -> Verdict {
+        self.ops.verdict()
+    }
+
+    /// Return how many shards the leaf device has.
+    pub const fn shards(&self) -> usize {
+        self.hops.len()
+    }
+
+    /// Return the ranks that have left the group.
+    pub fn gone(&self) -> RankMask {
+        self.ops.cuts.gone()
     }
 
     /// Return the first chunk whose result has not landed: all below have.
@@ -448,6 +484,11 @@ impl Endpoint {
         let mut repr = self.header(kind, ChunkNo(seq), self.config.salt);
         repr.set_op(&op.desc);
         repr.signature = op.signature;
+        repr.slowest = Some(self.config.rank);
+        if let Some(limit) = op.limit {
+            // An operation has fewer chunks than that: what is said of it would not fit its elements' number.
+            repr.set_limit(limit, (seq - op.first()) as u32);
+        }
         repr.flags.set(Flags::WANT, wants);
         repr.flags.set(Flags::CONGESTED, std::mem::take(&mut self.congested));
         repr.flags.set(Flags::SHARED, wants && self.listening.asks());

@@ -19,10 +19,12 @@
 //! those of a reduce-scatter may, and each owner lands its part.
 
 use super::PostError;
+use super::verdict::{Cuts, Slowest, Verdict};
 use crate::coll::Span;
 use std::collections::VecDeque;
 use std::ops::Range;
 use sumac_hal::op::{Collective, OpDesc};
+use sumac_hal::wire::Limit;
 
 /// The most operations in flight in one group.
 pub(crate) const MAX_OPS: usize = 1024;
@@ -131,6 +133,9 @@ pub(crate) struct Op {
     pub(crate) id: OpId,
     pub(crate) desc: OpDesc,
     pub(crate) signature: u32,
+    /// How long it waits for ranks to come to it, if not as long as it takes.
+    pub(crate) limit: Option<Limit>,
+    slowest: Option<Slowest>,
     seat: Seat,
     /// Its seqs.
     first: u64,
@@ -263,7 +268,11 @@ pub(crate) struct Ops {
     retained: VecDeque<u8>,
     /// How many bytes were ever let go from `retained`.
     let_go: u64,
-    completed: VecDeque<OpId>,
+    completed: VecDeque<(OpId, Verdict)>,
+    /// Of the operation that was popped last.
+    verdict: Verdict,
+    /// Who has left the group.
+    pub(crate) cuts: Cuts,
     next_id: u64,
     /// The seq after the last posted.
     end: u64,
@@ -280,6 +289,8 @@ impl Ops {
             retained: VecDeque::new(),
             let_go: 0,
             completed: VecDeque::with_capacity(MAX_OPS),
+            verdict: Verdict::default(),
+            cuts: Cuts::default(),
             next_id: 0,
             end: 0,
             chunk_len_bytes,
@@ -289,6 +300,17 @@ impl Ops {
 
     /// Take in an operation; `offloaded` if its data goes through the tree.
     pub(crate) fn post(&mut self, desc: OpDesc, signature: u32, offloaded: bool) -> Result<OpId, PostError> {
+        self.post_within(desc, signature, offloaded, None)
+    }
+
+    /// The same for one that may not wait for ranks as long as it takes.
+    pub(crate) fn post_within(
+        &mut self,
+        desc: OpDesc,
+        signature: u32,
+        offloaded: bool,
+        limit: Option<Limit>,
+    ) -> Result<OpId, PostError> {
         if self.queue.len() + self.completed.len() >= MAX_OPS {
             return Err(PostError::TooMany { limit: MAX_OPS });
         }
@@ -299,7 +321,8 @@ impl Ops {
         let first = self.end;
         self.end += seqs;
         let (end, seat) = (self.end, self.seat);
-        self.queue.push_back(Op { id, desc, signature, seat, first, end, landed: 0, chunk_elements });
+        let op = Op { id, desc, signature, limit, slowest: None, seat, first, end, landed: 0, chunk_elements };
+        self.queue.push_back(op);
         self.retire();
         Ok(id)
     }
@@ -343,8 +366,9 @@ impl Ops {
 
     /// Complete what is complete, in the order of posting.
     fn retire(&mut self) {
-        while let Some(op) = self.queue.pop_front_if(|op| op.landed == op.end - op.first) {
-            self.completed.push_back(op.id);
+        while let Some(mut op) = self.queue.pop_front_if(|op| op.landed == op.end - op.first) {
+            let missing = self.cuts.missing_at(op.first);
+            self.completed.push_back((op.id, Verdict { slowest: op.slowest.take(), missing }));
             if op.moves() {
                 if self.kept.len() == MAX_OPS {
                     self.forget();
@@ -358,7 +382,8 @@ impl Ops {
     /// Describe an operation that this rank may not know any more.
     pub(crate) fn describe(&self, desc: OpDesc, (first, end): (u64, u64)) -> Op {
         let (chunk_elements, seat) = (self.chunk_elements(&desc), self.seat);
-        Op { id: OpId(u64::MAX), desc, signature: 0, seat, first, end, landed: 0, chunk_elements }
+        let (id, limit) = (OpId(u64::MAX), None);
+        Op { id, desc, signature: 0, limit, slowest: None, seat, first, end, landed: 0, chunk_elements }
     }
 
     fn forget(&mut self) {
@@ -422,7 +447,29 @@ impl Ops {
     }
 
     pub(crate) fn pop_completed(&mut self) -> Option<OpId> {
-        self.completed.pop_front()
+        let (id, verdict) = self.completed.pop_front()?;
+        self.verdict = verdict;
+        Some(id)
+    }
+
+    /// Return what is known of the operation that was popped last.
+    pub(crate) const fn verdict(&self) -> Verdict {
+        self.verdict
+    }
+
+    /// Note which rank was the last to come to chunk `seq`: what is told of an operation is that of its first.
+    pub(crate) fn note_slowest(&mut self, seq: u64, slowest: Option<Slowest>) {
+        let index = self.queue.partition_point(|op| op.end <= seq);
+        if let Some(op) = self.queue.get_mut(index).filter(|op| op.first == seq) {
+            op.slowest = slowest;
+        }
+    }
+
+    /// Forget who was the last: it changes nothing that follows.
+    #[cfg(feature = "snapshot")]
+    pub(super) fn forget_slowest(&mut self) {
+        self.queue.iter_mut().for_each(|op| op.slowest = None);
+        self.verdict.slowest = None;
     }
 }
 

@@ -1,13 +1,13 @@
 //! What comes down from the leaf node.
 
-use super::{Buffers, Endpoint, EndpointConfig, EndpointError};
+use super::{Buffers, Endpoint, EndpointConfig, EndpointError, Slowest};
 use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::op::OpDesc;
 use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Kind, NakReason, Packet, Repr, WireError, unpack_op};
+use sumac_hal::wire::{Kind, NakReason, Packet, RankMask, Repr, WireError, unpack_op};
 
 impl Endpoint {
     /// Take in a packet that the network marked as having met congestion: [`Endpoint::handle`], and the next contribution
@@ -53,9 +53,11 @@ impl Endpoint {
             self.listening.on_shared();
         }
         let taken = match (repr.kind, repr.reason) {
+            (Kind::Result | Kind::Done, _) if repr.view > self.ops.cuts.number() => self.ask_view(index, &repr),
             (Kind::Result | Kind::Done, _) => self.on_answers(index, &repr, packet.payload(), buffers, now),
             (Kind::Status, _) => self.on_status(index, &repr, now),
-            (Kind::Nak, Some(reason)) => self.on_nak(index, reason, &repr, now),
+            (Kind::Nak, Some(reason)) => self.on_nak(index, reason, (&repr, packet.payload()), now),
+            (Kind::Cut, _) => self.on_cut(index, &repr, packet.payload()),
             _ => None,
         };
         taken?;
@@ -129,6 +131,7 @@ impl Endpoint {
             (Some(_), Kind::Done) if planted!(self, DoneForResult) => {}
             _ => return None,
         }
+        self.ops.note_slowest(seq, repr.slowest.map(|rank| Slowest { rank, late_us: repr.late_us }));
         // Landed: only now may `have` pass it.
         assert!(self.hops[index].on_answer(local, now) || again, "a chunk lands once");
         self.ops.landed(seq);
@@ -170,7 +173,32 @@ impl Endpoint {
         known.then_some(())
     }
 
-    fn on_nak(&mut self, index: usize, reason: NakReason, repr: &Repr, now: Instant) -> Option<()> {
+    /// An answer is of a view of the group that this rank has not heard of: it is dropped, which has it sent again, and
+    /// the decision is asked for.
+    fn ask_view(&mut self, index: usize, repr: &Repr) -> Option<()> {
+        if self.replies.iter().all(|(_, waiting)| waiting.kind != Kind::Late) {
+            let view = self.ops.cuts.number() + 1;
+            let ask = Repr { view, ..self.header(Kind::Late, repr.seq, self.config.salt) };
+            self.replies.push_back((self.config.parents[index], ask));
+        }
+        None
+    }
+
+    /// The root has decided to go on without ranks.
+    fn on_cut(&mut self, index: usize, repr: &Repr, payload: &[u8]) -> Option<()> {
+        let ranks = RankMask::from_bytes(payload)?;
+        match repr.view.checked_sub(self.ops.cuts.number()) {
+            Some(1) => self.ops.cuts.push(repr.seq.0, &ranks),
+            Some(2..) => return self.ask_view(index, repr),
+            _ => return None,
+        }
+        if ranks.contains(self.config.rank) {
+            self.fail(EndpointError::Excluded);
+        }
+        Some(())
+    }
+
+    fn on_nak(&mut self, index: usize, reason: NakReason, (repr, payload): (&Repr, &[u8]), now: Instant) -> Option<()> {
         // Only what echoes a token of ours is about this life of ours (PROTOCOL 4).
         if repr.token != self.config.salt && !self.hops[index].is_probe_token(repr.token) {
             return None;
@@ -185,9 +213,9 @@ impl Endpoint {
             return Some(());
         }
         let ops = repr.op_desc().zip(unpack_op(repr.bits2));
-        match terminal(reason, ops)? {
+        match terminal(reason, ops, payload)? {
             // Nothing more is to be had from a node that does not know the group.
-            EndpointError::GroupLost => self.fail(EndpointError::GroupLost),
+            error @ (EndpointError::GroupLost | EndpointError::Excluded) => self.fail(error),
             error if planted!(self, ErrorAtOnce) => self.fail(error),
             // What was never sent can't have been refused: a number beyond is taken for the next.
             error => self.end_at(repr.seq.0.min(self.next), error),
@@ -214,12 +242,14 @@ impl Endpoint {
 }
 
 /// Return the error that a Nak from the node means for this group, if it is the end of it.
-fn terminal(reason: NakReason, ops: Option<(OpDesc, OpDesc)>) -> Option<EndpointError> {
+fn terminal(reason: NakReason, ops: Option<(OpDesc, OpDesc)>, payload: &[u8]) -> Option<EndpointError> {
     Some(match (reason, ops) {
         (NakReason::Mismatch, Some((first, other))) => EndpointError::Mismatch { first, other },
         (NakReason::Unsupported, Some((op, _))) => EndpointError::Unsupported(op),
         (NakReason::WrongEpoch | NakReason::UnknownGroup, _) => EndpointError::GroupLost,
         (NakReason::PathLost, _) => EndpointError::PathLost,
+        (NakReason::Stragglers, _) => EndpointError::Stragglers { missing: RankMask::from_bytes(payload)? },
+        (NakReason::Excluded, _) => EndpointError::Excluded,
         _ => return None,
     })
 }

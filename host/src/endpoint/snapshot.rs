@@ -15,6 +15,7 @@ impl Endpoint {
         assert!(self.poll_destination().is_none(), "not at rest");
         self.stats = EndpointStats::default();
         self.hops.iter_mut().for_each(Uplink::forget_time);
+        self.ops.forget_slowest();
     }
 
     /// Forget the probes that are out: see [`Uplink::forget_probe`].

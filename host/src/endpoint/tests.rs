@@ -2,6 +2,7 @@
 
 mod sets;
 mod shared;
+mod straggler;
 
 use super::*;
 use std::time::Duration;

@@ -11,7 +11,7 @@ use super::memory::{Buffer, Registry};
 use super::pulse::{Pulse, Sign};
 use super::queue::{Admin, Answered, Ends, Purpose, Waker};
 use super::retire::{Fence, Life};
-use crate::endpoint::{Buffers, EndpointError, EndpointStats, Event, OpId, PostError};
+use crate::endpoint::{Buffers, EndpointError, EndpointStats, Event, OpId, PostError, Verdict};
 use std::time::{Duration, Instant};
 use sumac_hal::dma::{Address, RegionKey};
 use sumac_hal::mmio::{
@@ -177,6 +177,11 @@ impl ReferenceDriver {
     /// [`PostError`] if the group has failed or too much is in flight.
     pub fn post(&mut self, desc: OpDesc, path: Path, places: Places) -> Result<OpId, PostError> {
         self.endpoint.post(desc, path, places)
+    }
+
+    /// Return what is known of the operation whose completion was told last.
+    pub fn verdict(&self) -> Verdict {
+        self.endpoint.verdict()
     }
 
     /// Return where a slice of an operation's elements lies in registered memory, if its values are aligned there: an

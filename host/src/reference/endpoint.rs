@@ -14,7 +14,7 @@
 use super::bounce::Bounce;
 use super::error::Breach;
 use crate::endpoint::{
-    Buffers, EndpointError, EndpointStats, Event, Keep, MAX_OPS, Op, OpId, Ops, Part, PostError, Seat,
+    Buffers, EndpointError, EndpointStats, Event, Keep, MAX_OPS, Op, OpId, Ops, Part, PostError, Seat, Slowest, Verdict,
 };
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -299,6 +299,11 @@ impl ReferenceEndpoint {
         Some(Event::Failed(error))
     }
 
+    /// Return what is known of the operation whose completion [`ReferenceEndpoint::poll_event`] has told last.
+    pub const fn verdict(&self) -> Verdict {
+        self.ops.verdict()
+    }
+
     /// Return the first chunk whose result has not landed: all below have.
     pub const fn have(&self) -> ChunkNo {
         ChunkNo(self.have)
@@ -442,7 +447,7 @@ impl ReferenceEndpoint {
                 self.named = unpack_op(first).zip(unpack_op(other));
                 Ok(())
             }
-            CompletionEntry::Answer { status, group, epoch, seq, count, stable, .. } => {
+            CompletionEntry::Answer { status, group, epoch, seq, count, stable, slowest, .. } => {
                 let landed = matches!(status, EntryStatus::Result | EntryStatus::Done);
                 // A device that knows another epoch, or none, says so with that.
                 if group != self.config.group || landed && epoch != self.config.epoch {
@@ -458,6 +463,7 @@ impl ReferenceEndpoint {
                 }
                 self.answered += u64::from(count);
                 if landed {
+                    self.ops.note_slowest(seq.0, slowest.map(|(rank, late_us)| Slowest { rank, late_us }));
                     self.land(from as usize..end as usize, status, drain)?;
                     self.stable = self.stable.max(stable);
                 } else {

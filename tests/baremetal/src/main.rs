@@ -110,7 +110,7 @@ fn all_reduce(memory: &mut BoardMemory) -> Result<usize, Failure> {
 
 /// What a controller does: a tree of this node alone, and a group on it.
 fn admit(node: &mut Node<'_>) -> Result<(), Failure> {
-    let tree = TreeConfig { tree: TreeId(1), parent: None, children: CHILDREN };
+    let tree = TreeConfig { tree: TreeId(1), parent: None, children: CHILDREN, ranks: Default::default() };
     let group = GroupConfig {
         group: GROUP,
         tree: TreeId(1),

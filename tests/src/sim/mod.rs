@@ -20,6 +20,7 @@ mod report;
 mod scenario;
 mod setup;
 mod shrink;
+mod straggler;
 mod wiring;
 
 pub use cluster::{record, run};
@@ -29,3 +30,4 @@ pub use planted::Planted;
 pub use report::{Report, Violation};
 pub use scenario::{Scenario, ScenarioKind};
 pub use shrink::{Shrunk, shrink};
+pub use straggler::{Stragglers, run_stragglers};

@@ -68,7 +68,14 @@ impl Wiring {
             data_addrs: (0..shards).map(|shard| node_addr(self.nodes[parent].device, shard)).collect(),
             child: ChildIndex(child),
         });
-        TreeConfig { tree: self.tree, parent, children: self.nodes[node].children }
+        let children = self.nodes[node].children;
+        let mut ranks = vec![TreeConfig::NODE; usize::from(children)];
+        for (rank, (leaf, child)) in self.ranks.iter().enumerate() {
+            if *leaf == node {
+                ranks[usize::from(*child)] = rank as u16;
+            }
+        }
+        TreeConfig { tree: self.tree, parent, children, ranks: ranks.into_iter().collect() }
     }
 
     pub(super) fn group(&self, options: &Options, node: usize, group: usize, epoch: Epoch) -> GroupConfig {

@@ -245,6 +245,7 @@ impl Live<'_> {
         if refused {
             return;
         }
+        slot.note_time(self.children[child].seat.rank(), 0, now);
         if uses_memory {
             slot.elements = Some(submitted.elements(entry, next) as u32);
         }
@@ -297,7 +298,12 @@ impl Live<'_> {
         let place = index * self.children.len() + child;
         let reference = core::mem::replace(&mut refs.references[place], Reference::EMPTY);
         let config = &self.group.config;
+        // Where the chunk before is another operation's, as far as it is still here.
+        let before = slot.local.checked_sub(1).map(|local| &self.slots[(local % self.slots.len() as u64) as usize]);
+        let begins = before.is_none_or(|before| before.signature != slot.signature);
+        let slowest = slot.slowest.filter(|_| begins && slot.state == State::Answered);
         let entry = CompletionEntry::Answer {
+            slowest: slowest.map(|rank| (rank, slot.late_us)),
             status,
             group: config.group,
             epoch: config.epoch,

@@ -11,6 +11,7 @@ mod loss;
 mod model;
 mod sets;
 mod shared;
+mod straggler;
 
 use super::{Node, NodeConfig};
 use crate::group::Child;
@@ -60,6 +61,8 @@ pub(in crate::node) struct Setup {
     pub(in crate::node) receive_buffer_bytes: usize,
     /// Whether it has a shared address, and listens to its parent's.
     pub(in crate::node) shares: bool,
+    /// Who the children are, if the tree says so.
+    pub(in crate::node) ranks: &'static [u16],
 }
 
 impl Default for Setup {
@@ -75,6 +78,7 @@ impl Default for Setup {
             groups: 1,
             receive_buffer_bytes: 1 << 20,
             shares: false,
+            ranks: &[],
         }
     }
 }
@@ -153,7 +157,7 @@ pub(in crate::node) fn group_config(setup: &Setup, group: usize) -> GroupConfig 
 pub(in crate::node) fn tree_config(setup: &Setup) -> TreeConfig {
     let addrs = (0..setup.shard.shards()).map(|_| PARENT).collect();
     let parent = setup.has_parent.then_some(NodeParent { data_addrs: addrs, child: OWN_PLACE });
-    TreeConfig { tree: TreeId(1), parent, children: setup.children }
+    TreeConfig { tree: TreeId(1), parent, children: setup.children, ranks: setup.ranks.iter().copied().collect() }
 }
 
 /// A node without trees and groups, with exactly the memory that `setup` needs.
@@ -304,7 +308,8 @@ pub(in crate::node) fn check_invariants(node: &mut Node<'_>) {
     for index in 0..node.storage.groups.len() {
         let Some(live) = node.live(index) else { continue };
         let (group, shard) = (&live.group, live.common.config.shard);
-        let least = live.children.iter().map(|child| child.have).min();
+        let here = live.children.iter().enumerate().filter(|(child, _)| !group.view.out.contains(*child));
+        let least = here.map(|(_, child)| child.have).min().or(Some(group.min_have));
         assert!(may_send || !group.has_output(), "nothing to send is forgotten");
         assert_eq!(Some(group.min_have), least, "min_have is the least have");
         assert!(shard.below(group.min_have) <= group.answered_below, "nobody has what was not answered");

@@ -11,6 +11,7 @@ const SHARES: Setup = Setup {
     shard: Shard::WHOLE,
     chunk_len_bytes: 64,
     groups: 1,
+    ranks: &[],
     receive_buffer_bytes: 1 << 20,
     shares: true,
 };

@@ -263,5 +263,5 @@ fn ranks_that_are_processes_get_their_sum_in_place() {
 
 fn answer(status: EntryStatus, contribution: &Contribution) -> CompletionEntry {
     let Contribution { group, epoch, seq, count, .. } = *contribution;
-    CompletionEntry::Answer { status, group, epoch, seq, count, window: 1, stable: seq }
+    CompletionEntry::Answer { status, group, epoch, seq, count, window: 1, stable: seq, slowest: None }
 }

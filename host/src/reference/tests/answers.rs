@@ -14,7 +14,7 @@ const OWN: Address = Address { region: RegionKey { index: 1, generation: 1 }, of
 
 fn answer(status: EntryStatus, seq: u64, count: u16) -> CompletionEntry {
     let (group, epoch, stable) = (GROUP, EPOCH, ChunkNo(seq));
-    CompletionEntry::Answer { status, group, epoch, seq: ChunkNo(seq), count, window: 8, stable }
+    CompletionEntry::Answer { status, group, epoch, seq: ChunkNo(seq), count, window: 8, stable, slowest: None }
 }
 
 /// An endpoint with an all-reduce of four chunks in flight, registered.
@@ -87,7 +87,10 @@ fn answers_that_make_no_sense_are_told_apart() {
     let strange = |group, epoch| {
         let (seq, stable) = (ChunkNo(0), ChunkNo(0));
         let status = EntryStatus::Result;
-        told(&mut in_flight(), CompletionEntry::Answer { status, group, epoch, seq, count: 1, window: 0, stable })
+        told(
+            &mut in_flight(),
+            CompletionEntry::Answer { status, group, epoch, seq, count: 1, window: 0, stable, slowest: None },
+        )
     };
     assert_eq!(strange(GroupId(8), EPOCH), Some(Breach::Stranger.into()));
     assert_eq!(strange(GROUP, Epoch { term: 1, counter: 3 }), Some(Breach::Stranger.into()));

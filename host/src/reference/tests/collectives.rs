@@ -191,7 +191,16 @@ impl Seat {
         }
         let (group, epoch) = (super::GROUP, super::EPOCH);
         let stable = ChunkNo(seq);
-        let entry = CompletionEntry::Answer { status, group, epoch, seq: ChunkNo(seq), count: 1, window: 1, stable };
+        let entry = CompletionEntry::Answer {
+            status,
+            group,
+            epoch,
+            seq: ChunkNo(seq),
+            count: 1,
+            window: 1,
+            stable,
+            slowest: None,
+        };
         let (bounce, output, written) = (&self.bounce, &mut self.output, &mut self.written);
         self.endpoint.handle(&entry.emit(), |Drain { from, to, .. }| {
             output[offset + to..][..from.len()].copy_from_slice(&bounce[from.clone()]);

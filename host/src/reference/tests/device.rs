@@ -336,7 +336,8 @@ impl Device {
                 status = EntryStatus::Result;
             }
             let (seq, stable) = (ChunkNo(seq), ChunkNo(seq));
-            let answer = CompletionEntry::Answer { status, group, epoch, seq, count: 1, window: 8, stable };
+            let answer =
+                CompletionEntry::Answer { status, group, epoch, seq, count: 1, window: 8, stable, slowest: None };
             self.say(seat, 1, &answer.emit());
         }
         self.chunks.remove(&seq);
@@ -361,7 +362,8 @@ impl Device {
         for seat in 0..self.seats.len() {
             let (group, epoch, status) = (GROUP, EPOCH, EntryStatus::Hardware);
             let (seq, stable) = (ChunkNo(seq), ChunkNo(0));
-            let answer = CompletionEntry::Answer { status, group, epoch, seq, count: 1, window: 8, stable };
+            let answer =
+                CompletionEntry::Answer { status, group, epoch, seq, count: 1, window: 8, stable, slowest: None };
             self.say(seat, 1, &answer.emit());
         }
         self.chunks.remove(&seq);

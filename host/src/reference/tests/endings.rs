@@ -139,6 +139,7 @@ fn a_device_that_talks_nonsense_is_not_believed_and_fenced() {
         count,
         window: 1,
         stable: ChunkNo(0),
+        slowest: None,
     };
     let unasked = |first, count| Breach::Unasked { first: ChunkNo(first), count };
     let cases = [

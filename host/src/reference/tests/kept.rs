@@ -51,7 +51,7 @@ impl Remains for Left {
 /// The answer to so many chunks from the first on; the first is stable.
 fn answer(endpoint: &mut ReferenceEndpoint, status: EntryStatus, count: u16) {
     let (group, epoch, seq, stable) = (GROUP, EPOCH, ChunkNo(0), ChunkNo(1));
-    let answer = CompletionEntry::Answer { status, group, epoch, seq, count, window: 8, stable };
+    let answer = CompletionEntry::Answer { status, group, epoch, seq, count, window: 8, stable, slowest: None };
     endpoint.handle(&answer.emit(), |_| panic!("nothing is bounced"));
 }
 

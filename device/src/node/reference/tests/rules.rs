@@ -17,6 +17,7 @@ const TWO: Setup = Setup {
     shard: sumac_hal::shard::Shard::WHOLE,
     chunk_len_bytes: 64,
     groups: 1,
+    ranks: &[],
     receive_buffer_bytes: 1 << 20,
     shares: false,
 };

@@ -1,0 +1,445 @@
+//! Ranks that come late to operations, or never, on lossy links: seeded clusters of the production state machines.
+//!
+//! A run goes on until every rank has an end. What has to hold, whoever was left out and why:
+//! - all ranks that complete an operation say the same of who has a part in it, and have exactly the sum over these, in
+//!   the declared order, the missing skipped;
+//! - who was left out once completes nothing from there on, and is told so; everybody else completes everything, or all
+//!   of them fail at the same operation, naming the same ranks;
+//! - what does not fail for good reason does not fail: an operation without a limit loses nobody, and one that may go on
+//!   without ranks fails only if its root is missing;
+//! - nothing stays on a device behind the group's lease.
+
+use super::options::{Draw, GroupOptions, Options, Sharing};
+use super::scenario::ScenarioKind;
+use super::setup::{Tables, boot, install};
+use super::wiring::{EPOCH, LEASE_MS, Owner, Wiring, count_nodes, node_addr, owner, rank_addr, sharer};
+use crate::oracle::{Shape, weight};
+use std::time::Duration;
+use sumac::endpoint::{Buffers, Endpoint, EndpointError, Event, OpId, Verdict};
+use sumac_device::Node;
+use sumac_hal::ctrl::{DropReason, Order};
+use sumac_hal::emu::Fabric;
+use sumac_hal::ids::Rank;
+use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
+use sumac_hal::time::Instant;
+use sumac_hal::wire::{Limit, RankMask};
+
+/// What came of a run, or of several.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Stragglers {
+    /// Decisions to go on without ranks, as the roots' ranks saw them.
+    pub decisions: u64,
+    /// Ranks that were left out.
+    pub left_out: u64,
+    /// Ranks that came late, and were waited for.
+    pub waited_for: u64,
+    /// Runs in which all ranks failed, naming who was missing.
+    pub failed: u64,
+    /// Packets of ranks that were held back or left out.
+    pub dropped: u64,
+    /// Operations completed by fewer than all.
+    pub partial: u64,
+}
+
+impl Stragglers {
+    /// Add those of another run.
+    pub fn merge(&mut self, other: &Self) {
+        let Self { decisions, left_out, waited_for, failed, dropped, partial } = other;
+        self.decisions += decisions;
+        self.left_out += left_out;
+        self.waited_for += waited_for;
+        self.failed += failed;
+        self.dropped += dropped;
+        self.partial += partial;
+    }
+}
+
+/// An operation, and how long it waits.
+#[derive(Debug, Clone, Copy)]
+struct Call {
+    desc: OpDesc,
+    limit: Option<Limit>,
+}
+
+/// When a rank comes to an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Comes {
+    /// This long after it has completed the one before.
+    After(Duration),
+    /// When everybody else has an end; until then it does nothing at all.
+    Never,
+}
+
+struct Member {
+    endpoint: Endpoint,
+    memory: Memory,
+    comes: Vec<Comes>,
+    /// When it posts its next operation.
+    posts_at: Option<Instant>,
+    posted: usize,
+    verdicts: Vec<Verdict>,
+    error: Option<EndpointError>,
+    sleeps: bool,
+}
+
+/// One buffer an operation, input and output alike.
+struct Memory(Vec<Vec<u8>>);
+
+impl Buffers for Memory {
+    fn input(&self, op: OpId) -> &[u8] {
+        &self.0[op.0 as usize]
+    }
+
+    fn output(&mut self, op: OpId) -> &mut [u8] {
+        &mut self.0[op.0 as usize]
+    }
+}
+
+struct World<'o, 'm> {
+    options: &'o Options,
+    wiring: &'o Wiring,
+    calls: Vec<Call>,
+    fabric: Fabric,
+    nodes: Vec<Node<'m>>,
+    members: Vec<Member>,
+    now: Instant,
+}
+
+/// Run the cluster of a seed.
+///
+/// # Errors
+/// What went wrong, in words.
+pub fn run_stragglers(seed: u64) -> Result<Stragglers, String> {
+    let mut draw = Draw::new(weight(&[seed, 0x6c61_7465]));
+    let (options, calls) = draw_cluster(seed, &mut draw);
+    let count = count_nodes(&options.trees[0]);
+    let wirings = [Wiring::new(&options, 0, count)];
+    let mut tables: Vec<Tables> = (0..count).map(|device| Tables::new(&options, &wirings, device)).collect();
+    let mut nodes = Vec::new();
+    for (device, tables) in tables.iter_mut().enumerate() {
+        let mut node = boot(&options, device, 0, 0, tables);
+        install(&mut node, &options, &wirings, device, EPOCH, Instant::ZERO).map_err(|refused| refused.to_string())?;
+        nodes.push(node);
+    }
+    let mut fabric = Fabric::new(seed, options.link);
+    options.faults.apply(&mut fabric, &wirings, 1, 1);
+    let members = (0..options.ranks).map(|rank| draw_member(&options, &wirings[0], &calls, rank, &mut draw)).collect();
+    let mut world = World { options: &options, wiring: &wirings[0], calls, fabric, nodes, members, now: Instant::ZERO };
+    world.drive()?;
+    world.check()
+}
+
+/// A cluster of a seed's shape and faults, with one group of reductions and barriers.
+fn draw_cluster(seed: u64, draw: &mut Draw) -> (Options, Vec<Call>) {
+    let mut options = Options::draw(seed, ScenarioKind::Mismatch);
+    options.scenario = super::Scenario::Calm;
+    options.shards = 1;
+    options.sharing = draw.one_of(&[Sharing::Off, Sharing::All, Sharing::Some]);
+    options.trees.truncate(1);
+    options.faults.spells.clear();
+    let us = draw.one_of(&[5_000, 60_000]);
+    let cuts = draw.chance(800);
+    let chunk = u64::from(options.chunk_len_bytes) / 4;
+    let mut calls = Vec::new();
+    for _ in 0..3 + draw.below(6) {
+        let count = draw.one_of(&[1, chunk, 2 * chunk + 1, 5 * chunk]);
+        let root = Rank(draw.below(options.ranks as u64) as u32);
+        let desc = match draw.below(12) {
+            0 | 1 => OpDesc::barrier(),
+            2 => OpDesc::reduce(Dtype::F32, ReduceOp::Sum, root, count),
+            3 | 4 => OpDesc::all_reduce(Dtype::F32, ReduceOp::Avg, count),
+            _ => OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, count),
+        };
+        calls.push(Call { desc, limit: draw.chance(700).then_some(Limit { us, cuts }) });
+    }
+    let order = draw.one_of(&[Order::Arrival, Order::TreeFold, Order::TreePairwise]);
+    options.groups = vec![GroupOptions { tree: 0, order, ops: calls.iter().map(|call| call.desc).collect() }];
+    (options, calls)
+}
+
+fn draw_member(options: &Options, wiring: &Wiring, calls: &[Call], rank: usize, draw: &mut Draw) -> Member {
+    let memory = calls
+        .iter()
+        .enumerate()
+        .map(|(op, call)| (0..call.desc.count).flat_map(|i| input(options, rank, op, i).to_le_bytes()).collect());
+    // A rank or two of a small cluster have something to be late for.
+    let is_late = draw.chance(if options.ranks < 30 { 300 } else { 40 });
+    let comes = calls.iter().map(|call| {
+        let us = u64::from(call.limit.map_or(1_000, |limit| limit.us));
+        match draw.below(8) {
+            0 if is_late => Comes::After(Duration::from_micros(us + draw.below(3 * us))),
+            // Whoever waits without a limit waits for ever.
+            1 if is_late && call.limit.is_some() => Comes::Never,
+            _ => Comes::After(Duration::from_micros(draw.below(us / 4))),
+        }
+    });
+    Member {
+        endpoint: Endpoint::new(wiring.endpoint(options, (rank, 0), 0, EPOCH)),
+        memory: Memory(memory.collect()),
+        comes: comes.collect(),
+        posts_at: Some(Instant::ZERO),
+        posted: 0,
+        verdicts: Vec::new(),
+        error: None,
+        sleeps: false,
+    }
+}
+
+/// Under `Order::Arrival`, small integers, whose sums are exact in any order.
+fn input(options: &Options, rank: usize, op: usize, i: u64) -> f32 {
+    let weight = weight(&[options.seed, rank as u64, op as u64, i]);
+    match options.order(0) {
+        Order::Arrival => (weight % 15) as f32 - 7.0,
+        _ => ((weight >> 40) as f32 / (1 << 24) as f32 - 0.5) * 2_f32.powi((weight % 20) as i32 - 10),
+    }
+}
+
+impl World<'_, '_> {
+    fn ends(&self) -> bool {
+        self.members.iter().all(|member| member.has_end(self.calls.len()))
+    }
+
+    fn drive(&mut self) -> Result<(), String> {
+        while !self.ends() {
+            let awake = |member: &&Member| !member.sleeps;
+            if self.members.iter().filter(awake).all(|member| member.has_end(self.calls.len())) {
+                // Nothing happens any more but for those who were away.
+                self.members.iter_mut().for_each(|member| member.sleeps = false);
+            }
+            let next = self.next_event().ok_or_else(|| self.hang("nothing is left to happen"))?;
+            if next - Instant::ZERO > TIME_LIMIT {
+                return Err(self.hang("it takes too long"));
+            }
+            self.now = self.now.max(next);
+            self.turn();
+        }
+        Ok(())
+    }
+
+    fn hang(&self, what: &str) -> String {
+        let ends: Vec<_> = self.members.iter().map(|m| (m.posted, m.verdicts.len(), m.sleeps, m.error)).collect();
+        format!("{what} after {:?}; ranks have posted, completed, sleep, failed: {ends:?}", self.now - Instant::ZERO)
+    }
+
+    fn next_event(&self) -> Option<Instant> {
+        let nodes = self.nodes.iter().filter_map(Node::poll_timeout);
+        let awake = self.members.iter().filter(|member| !member.sleeps);
+        let members = awake.flat_map(|member| [member.posts_at, member.endpoint.poll_timeout()]).flatten();
+        nodes.chain(members).chain(self.fabric.next_event()).min()
+    }
+
+    fn turn(&mut self) {
+        for rank in 0..self.members.len() {
+            self.members[rank].post_due(&self.calls, self.now);
+        }
+        while let Some(delivery) = self.fabric.poll_delivery(self.now) {
+            match owner(delivery.to) {
+                Owner::Node { device, .. } => self.nodes[device].handle(delivery.from, &delivery.bytes, self.now),
+                Owner::Rank { rank, .. } => {
+                    let Member { endpoint, memory, sleeps, .. } = &mut self.members[rank];
+                    if !*sleeps {
+                        endpoint.handle(delivery.from, &delivery.bytes, memory, self.now);
+                    }
+                }
+                Owner::Stranger => {}
+            }
+        }
+        let mut buffer = vec![0; 65_536];
+        for (device, node) in self.nodes.iter_mut().enumerate() {
+            if node.poll_timeout().is_some_and(|at| at <= self.now) {
+                node.handle_timeout(self.now);
+            }
+            while let Some(sent) = node.poll_transmit(&mut buffer, self.now) {
+                let to = match sharer(sent.to) {
+                    Some(sharer) => self.wiring.listeners(self.options, sharer),
+                    None => vec![sent.to],
+                };
+                to.iter().for_each(|&to| {
+                    self.fabric.send(self.now, node_addr(device, 0), to, &buffer[..sent.len_bytes]);
+                });
+            }
+        }
+        for (rank, member) in self.members.iter_mut().enumerate().filter(|(_, member)| !member.sleeps) {
+            if member.endpoint.poll_timeout().is_some_and(|at| at <= self.now) {
+                member.endpoint.handle_timeout(self.now);
+            }
+            while let Some(sent) = member.endpoint.poll_transmit(&member.memory, &mut buffer, self.now) {
+                self.fabric.send(self.now, rank_addr(rank, 0), sent.to, &buffer[..sent.len_bytes]);
+            }
+            member.take_events(self.now);
+        }
+    }
+
+    /// Check what all have in the end.
+    fn check(&mut self) -> Result<Stragglers, String> {
+        let mut report = Stragglers::default();
+        let mut gone = RankMask::EMPTY;
+        for op in 0..self.calls.len() {
+            let done = self.members.iter().enumerate().filter(|(_, member)| member.verdicts.len() > op);
+            let of: Vec<_> = done.map(|(rank, member)| (Rank(rank as u32), member.verdicts[op])).collect();
+            let Some(&(_, Verdict { missing, .. })) = of.first() else { break };
+            if let Some((rank, other)) = of.iter().find(|(_, verdict)| verdict.missing != missing) {
+                return Err(format!("operation {op}: {rank} is without {}, others without {missing}", other.missing));
+            }
+            if let Some((rank, _)) = of.iter().find(|(rank, _)| missing.contains(*rank)) {
+                return Err(format!("operation {op} is without {rank}, which has completed it"));
+            }
+            if gone.union(&missing) != missing {
+                return Err(format!("operation {op} is without {missing}, an earlier one without {gone}"));
+            }
+            if missing != gone && !self.calls[op].limit.is_some_and(|limit| limit.cuts) {
+                return Err(format!("operation {op} has lost {missing} and may not"));
+            }
+            report.decisions += u64::from(missing != gone);
+            report.partial += u64::from(!missing.is_empty());
+            gone = missing;
+            self.check_values(op, &missing)?;
+        }
+        self.check_ends(&gone, &mut report)?;
+        let counters = self.nodes.iter().map(|node| node.counters().dropped(DropReason::Late));
+        report.dropped = counters.sum();
+        let late = |member: &&Member| member.error.is_none() && member.comes.iter().any(Comes::is_late);
+        report.waited_for = self.members.iter().filter(late).count() as u64;
+        let end = self.now + Duration::from_millis(u64::from(LEASE_MS) + 1);
+        for node in &mut self.nodes {
+            node.handle_timeout(end);
+            let stats = node.stats();
+            if (stats.groups, stats.slots_used, stats.slot_memory_used_bytes) != (0, 0, 0) {
+                return Err(format!("something stays behind the lease: {stats:?}"));
+            }
+        }
+        Ok(report)
+    }
+
+    /// Everybody who completed `op` and receives its result has the sum over all but the missing.
+    fn check_values(&self, op: usize, missing: &RankMask) -> Result<(), String> {
+        let Call { desc, .. } = self.calls[op];
+        let order = self.options.order(0);
+        let members = self.options.ranks as u32 - missing.len();
+        let receives = |rank: usize| desc.collective == Collective::AllReduce || desc.root.0 as usize == rank;
+        for i in 0..desc.count {
+            let value = |rank: usize| (!missing.contains(Rank(rank as u32))).then(|| input(self.options, rank, op, i));
+            let sum = over(&self.options.trees[0], order, &value).unwrap_or(f32::NAN);
+            let expected = if desc.op == Some(ReduceOp::Avg) { sum / members as f32 } else { sum };
+            for (rank, member) in self.members.iter().enumerate() {
+                let bytes = &member.memory.0[op][4 * i as usize..][..4];
+                let found = f32::from_le_bytes(bytes.try_into().expect("four bytes"));
+                let right = if receives(rank) { expected } else { input(self.options, rank, op, i) };
+                if member.verdicts.len() > op && found.to_bits() != right.to_bits() {
+                    return Err(format!("operation {op}, element {i} at rank {rank}: {found}, not {right}"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Who has left knows it; the others have completed everything, or failed together.
+    fn check_ends(&self, gone: &RankMask, report: &mut Stragglers) -> Result<(), String> {
+        let mut common = None;
+        for (rank, member) in self.members.iter().enumerate() {
+            let rank = Rank(rank as u32);
+            let done = member.verdicts.len();
+            if gone.contains(rank) {
+                report.left_out += 1;
+                if member.error != Some(EndpointError::Excluded) {
+                    return Err(format!("{rank} was left out and ends with {:?}", member.error));
+                }
+                continue;
+            }
+            let end = (done, member.error);
+            if *common.get_or_insert(end) != end {
+                return Err(format!("{rank} ends with {end:?}, others with {common:?}"));
+            }
+        }
+        match common {
+            Some((done, Some(EndpointError::Stragglers { missing }))) => {
+                report.failed += 1;
+                let call = self.calls[done];
+                let fails = call.limit.is_some_and(|limit| !limit.cuts);
+                let without_root = call.desc.collective.is_rooted() && missing.contains(call.desc.root);
+                (fails || without_root).then_some(()).ok_or_else(|| format!("{} fails for {missing}", call.desc))
+            }
+            Some((_, None)) => Ok(()),
+            // Nobody is left: then somebody has to have completed what left out the others.
+            None => Err("everybody was left out".into()),
+            Some((_, Some(error))) => Err(format!("nobody gave a reason for this: {error}")),
+        }
+    }
+}
+
+impl Comes {
+    fn is_late(&self) -> bool {
+        matches!(self, Self::After(after) if *after >= Duration::from_millis(5))
+    }
+}
+
+impl Member {
+    fn has_end(&self, calls: usize) -> bool {
+        self.error.is_some() || self.verdicts.len() == calls
+    }
+
+    /// Post what is due; go to sleep instead where that is what the rank does.
+    fn post_due(&mut self, calls: &[Call], now: Instant) {
+        if self.sleeps || self.error.is_some() || self.posts_at.is_none_or(|at| at > now) {
+            return;
+        }
+        self.posts_at = None;
+        let Some(call) = calls.get(self.posted) else { return };
+        if self.comes[self.posted] == Comes::Never {
+            self.comes[self.posted] = Comes::After(Duration::ZERO);
+            self.posts_at = Some(now);
+            self.sleeps = true;
+            return;
+        }
+        self.posted += 1;
+        if let Err(error) = self.endpoint.post_within(call.desc, Path::Tree, call.limit) {
+            assert!(self.endpoint.error().is_some(), "{error}");
+        }
+    }
+
+    fn take_events(&mut self, now: Instant) {
+        while let Some(event) = self.endpoint.poll_event() {
+            match event {
+                Event::Completed(_) => {
+                    self.verdicts.push(self.endpoint.verdict());
+                    let after = match self.comes.get(self.posted) {
+                        Some(Comes::After(after)) => *after,
+                        _ => Duration::ZERO,
+                    };
+                    self.posts_at = Some(now + after);
+                }
+                Event::Failed(error) => (self.error, self.posts_at) = (Some(error), None),
+                other => panic!("unknown event {other:?}"),
+            }
+        }
+    }
+}
+
+/// Evaluate the declared expression of a sum, who has no value skipped.
+fn over(shape: &Shape, order: Order, value: &dyn Fn(usize) -> Option<f32>) -> Option<f32> {
+    match shape {
+        Shape::Rank(rank) => value(*rank),
+        Shape::Node(children) => {
+            let values: Vec<Option<f32>> = children.iter().map(|child| over(child, order, value)).collect();
+            if order == Order::TreePairwise { halves(&values) } else { values.into_iter().fold(None, plus) }
+        }
+    }
+}
+
+fn halves(values: &[Option<f32>]) -> Option<f32> {
+    if let [value] = values {
+        return *value;
+    }
+    let (left, right) = values.split_at(values.len().next_power_of_two() / 2);
+    plus(halves(left), halves(right))
+}
+
+fn plus(a: Option<f32>, b: Option<f32>) -> Option<f32> {
+    match (a, b) {
+        (Some(a), Some(b)) => Some(a + b),
+        (a, b) => a.or(b),
+    }
+}
+
+/// No run of these sizes needs this long, whatever the faults.
+const TIME_LIMIT: Duration = Duration::from_secs(120);

@@ -1,0 +1,240 @@
+//! Ranks that come late, or never: whole clusters over real sockets, in one process.
+
+mod common;
+
+use common::{Cluster, by_packets, plain};
+use std::sync::Barrier;
+use std::thread;
+use std::time::{Duration, Instant};
+use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, OpDesc, Order, Outcome, Rank, ReduceOp, Straggler};
+use sumac_hal::op::Dtype;
+use sumac_tests::sim::{Stragglers, run_stragglers};
+
+const RANKS: u32 = 4;
+const COUNT: usize = 30_000;
+/// Long beside what a loaded machine keeps a rank from running.
+const LIMIT: Duration = Duration::from_secs(1);
+
+fn partial(_: u32) -> CallOptions {
+    CallOptions { straggler: Some(Straggler::Partial(LIMIT)), ..CallOptions::default() }
+}
+
+fn input(rank: u32, i: usize) -> f32 {
+    (1.0 + i as f32 * 0.37) * 3_f32.powi(rank as i32 * 5 - 7)
+}
+
+/// All-reduce once, and return the result's bits with the outcome.
+fn sum(comm: &Communicator, options: &CallOptions) -> Result<(Vec<u32>, Outcome), Error> {
+    let mut buffer: Vec<f32> = (0..COUNT).map(|i| input(comm.rank(), i)).collect();
+    let outcome = comm.all_reduce_with(&mut buffer, ReduceOp::Sum, options)?;
+    Ok((buffer.iter().map(|x| x.to_bits()).collect(), outcome))
+}
+
+/// The sum over some ranks on two leaves, two on each, folded node by node.
+fn folded(members: &[u32]) -> Vec<u32> {
+    let plus = |a: Option<f32>, b: f32| Some(a.map_or(b, |a| a + b));
+    let fold = |ranks: &[u32], i| {
+        ranks.iter().filter(|rank| members.contains(rank)).fold(None, |sum, &rank| plus(sum, input(rank, i)))
+    };
+    let both = |i| [fold(&[0, 1], i), fold(&[2, 3], i)].into_iter().flatten().fold(None, plus);
+    (0..COUNT).map(|i| both(i).expect("somebody is there").to_bits()).collect()
+}
+
+fn folding(config: &mut JoinConfig) {
+    by_packets(config);
+    config.order = Order::TreeFold;
+    config.deadline = Duration::from_secs(20);
+}
+
+fn members(outcome: &Outcome) -> Vec<u32> {
+    (0..RANKS).filter(|&rank| !outcome.missing.contains(Rank(rank))).collect()
+}
+
+#[test]
+fn the_slowest_is_named_by_packets_and_by_reference() {
+    let cluster = Cluster::start_on(2, 2, Default::default(), Default::default());
+    for (job, attach) in [("packets", by_packets as fn(&mut JoinConfig)), ("reference", plain)] {
+        let late = Duration::from_millis(200);
+        cluster.run(job, RANKS, attach, |comm| {
+            let options = CallOptions { algo: Some(Algo::Tree), ..CallOptions::default() };
+            for slow in 0..RANKS {
+                comm.barrier_with(&options).expect("barrier");
+                if comm.rank() == slow {
+                    let until = Instant::now() + late;
+                    while let Some(left) = until.checked_duration_since(Instant::now()) {
+                        thread::park_timeout(left);
+                    }
+                }
+                let (_, outcome) = sum(&comm, &options).expect("all-reduce");
+                let slowest = outcome.slowest.expect("the tree knows");
+                assert_eq!(slowest.rank, Rank(slow), "{job}");
+                assert!(u128::from(slowest.late_us) > late.as_micros() / 2, "{job}: {slowest}");
+                assert!(outcome.missing.is_empty());
+            }
+            comm.leave();
+        });
+    }
+}
+
+/// One rank comes when the others have gone on: they have the sum over themselves, to the bit; it has an error.
+#[test]
+fn the_others_go_on_over_two_levels() {
+    for straggler in 0..RANKS {
+        let cluster = Cluster::start(2, 2);
+        let gone_on = Barrier::new(RANKS as usize);
+        let results = cluster.run("partial", RANKS, folding, |comm| {
+            comm.barrier().expect("all are there");
+            let whole = sum(&comm, &partial(comm.rank()));
+            if comm.rank() == straggler {
+                gone_on.wait();
+                let error = sum(&comm, &partial(straggler)).expect_err("too late");
+                assert!(matches!(comm.barrier(), Err(Error::Ended(_))));
+                return Err(error);
+            }
+            let begun = Instant::now();
+            let first = sum(&comm, &partial(comm.rank()));
+            let took = begun.elapsed();
+            // Later operations are over the same ranks, with a limit or without, and wait for nobody else.
+            let second = sum(&comm, &CallOptions::default());
+            let begun = Instant::now();
+            let third = sum(&comm, &partial(comm.rank()));
+            let again = begun.elapsed();
+            gone_on.wait();
+            let (bits, outcome) = whole.expect("all were there");
+            assert!(bits == folded(&[0, 1, 2, 3]) && outcome.missing.is_empty());
+            let later = [first, second, third].map(|result| result.expect("goes on"));
+            assert!(took >= LIMIT / 2 && took < LIMIT * 10 && again < LIMIT, "{took:?}, {again:?}");
+            // The straggler's end is nobody's.
+            for _ in 0..20 {
+                comm.barrier().expect("barrier");
+            }
+            Ok(later)
+        });
+        let others: Vec<u32> = (0..RANKS).filter(|&rank| rank != straggler).collect();
+        for (rank, result) in (0..).zip(results) {
+            match result {
+                Ok(results) => {
+                    for (bits, outcome) in results {
+                        assert_eq!(members(&outcome), others, "rank {rank} without {straggler}");
+                        assert!(bits == folded(&others), "rank {rank} without {straggler}");
+                    }
+                }
+                Err(error) => assert_eq!((rank, error), (straggler, Error::Excluded)),
+            }
+        }
+    }
+}
+
+/// A whole leaf is late: nobody there can say so of itself.
+#[test]
+fn a_leaf_without_anybody_is_left_out() {
+    let cluster = Cluster::start(2, 2);
+    let gone_on = Barrier::new(RANKS as usize);
+    let results = cluster.run("leaf", RANKS, folding, |comm| {
+        if comm.rank() >= 2 {
+            gone_on.wait();
+            return sum(&comm, &partial(comm.rank()));
+        }
+        let result = sum(&comm, &partial(comm.rank()));
+        gone_on.wait();
+        result
+    });
+    for result in &results[..2] {
+        let (bits, outcome) = result.as_ref().expect("goes on");
+        assert!(members(outcome) == [0, 1] && *bits == folded(&[0, 1]));
+    }
+    assert!(results[2..].iter().all(|result| result.as_ref().err() == Some(&Error::Excluded)), "{results:?}");
+}
+
+#[test]
+fn a_deadline_names_who_was_missing_in_the_tree_and_beside_it() {
+    let deadline = Some(Straggler::Deadline(LIMIT));
+    for algo in [Algo::Tree, Algo::Ring] {
+        let cluster = Cluster::start(2, 2);
+        let over = Barrier::new(RANKS as usize);
+        let errors = cluster.run("deadline", RANKS, by_packets, |comm| {
+            if comm.rank() == 2 {
+                over.wait();
+            }
+            let begun = Instant::now();
+            let options = CallOptions { algo: Some(algo), straggler: deadline, ..CallOptions::default() };
+            let result = sum(&comm, &options);
+            let took = begun.elapsed();
+            if comm.rank() != 2 {
+                over.wait();
+                assert!(took < LIMIT * 10, "{took:?}");
+            }
+            result.expect_err("rank 2 is late")
+        });
+        for (rank, error) in errors.iter().enumerate() {
+            let named = matches!(error, Error::Stragglers { missing } if missing.iter().eq([Rank(2)]));
+            assert!(named, "{algo}: rank {rank}: {error}");
+        }
+    }
+}
+
+#[test]
+fn what_can_not_go_on_without_ranks_says_so_and_changes_nothing() {
+    let cluster = Cluster::start_on(2, 2, Default::default(), Default::default());
+    let refused = |comm: &Communicator, desc: &OpDesc, options: &CallOptions, why: &str| {
+        let mut buffer = vec![0; 4 * desc.count as usize];
+        let error = comm.run(desc, &mut buffer[..], options).expect_err("not possible");
+        assert!(matches!(error, Error::NotPossible(_)) && error.to_string().contains(why), "{error}");
+    };
+    let sum = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 4);
+    cluster.run("packets", RANKS, by_packets, |comm| {
+        refused(&comm, &OpDesc::all_gather(Dtype::F32, 4), &partial(0), "the block of a rank that is missing");
+        let ring = CallOptions { algo: Some(Algo::Ring), ..partial(0) };
+        refused(&comm, &sum, &ring, "only the root of a tree");
+        comm.barrier_with(&partial(0)).expect("nothing has changed");
+        comm.leave();
+    });
+    let by_default = |config: &mut JoinConfig| config.straggler = Straggler::Partial(LIMIT);
+    cluster.run("reference", RANKS, by_default, |comm| {
+        refused(&comm, &sum, &CallOptions::default(), "by reference");
+        let explained = comm.explain(&sum, Algo::Auto).to_string();
+        assert!(
+            explained.contains("tree          ruled out: tree can't go on without ranks that are late"),
+            "{explained}"
+        );
+        comm.barrier_with(&CallOptions { straggler: Some(Straggler::Wait), ..CallOptions::default() }).expect("waits");
+        comm.leave();
+    });
+}
+
+/// Limits are part of what ranks have to agree on.
+#[test]
+fn other_limits_are_other_operations() {
+    let cluster = Cluster::start(2, 2);
+    let errors = cluster.run("limits", RANKS, by_packets, |comm| {
+        let options = if comm.rank() == 3 { CallOptions::default() } else { partial(0) };
+        sum(&comm, &CallOptions { algo: Some(Algo::Tree), ..options }).expect_err("ranks differ")
+    });
+    assert!(errors.iter().all(|error| matches!(error, Error::Mismatch { .. })), "{errors:?}");
+}
+
+/// Seeded clusters of one to four levels on lossy links. `SEED=n` runs one seed, `SEEDS=n` that many.
+#[test]
+fn swarm() {
+    let number = |name: &str| std::env::var(name).ok().map(|text| text.parse::<u64>().expect("a number"));
+    let one = number("SEED");
+    let seeds = one.map_or(0..number("SEEDS").unwrap_or(150), |seed| seed..seed + 1);
+    let (mut total, mut failed) = (Stragglers::default(), Vec::new());
+    for seed in seeds {
+        match run_stragglers(seed) {
+            Ok(report) => total.merge(&report),
+            Err(what) => {
+                println!("seed {seed}: {what}");
+                println!(
+                    "  replay: SEED={seed} cargo test -p sumac-tests --test stragglers swarm -- --exact --nocapture"
+                );
+                failed.push(seed);
+            }
+        }
+    }
+    println!("{total:?}");
+    assert!(failed.is_empty(), "seeds {failed:?} failed");
+    let Stragglers { decisions, left_out, waited_for, failed, dropped, partial } = total;
+    let marks = [decisions, left_out, waited_for, failed, dropped, partial];
+    assert!(one.is_some() || marks.iter().all(|&mark| mark > 0), "never happened: {total:?}");
+}
