@@ -26,5 +26,7 @@ pub use comm::{
     JoinConfig, JoinError, MessageHandle, Outcome, ShrinkError, SplitError, Transfer,
 };
 pub use controller::proto::Attach;
+#[cfg(feature = "snapshot")]
+pub use repair::rehearsal;
 pub use sumac_hal::ctrl::Order;
 pub use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};

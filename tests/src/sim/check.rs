@@ -70,8 +70,13 @@ impl Cluster<'_, '_> {
         let complete = member.error.is_none() && member.done == all;
         match &self.options.scenario {
             Scenario::Mismatch { group: wrong, op, .. } if *wrong == group => {
-                let told = matches!(member.error, Some(EndpointError::Mismatch { .. })) && member.done == *op as u64;
-                (!told).then(|| format!("a mismatch after {op} operations"))
+                let told = match member.error {
+                    Some(EndpointError::Mismatch { .. }) => !self.options.scenario.is_unsupported(),
+                    Some(EndpointError::Unsupported(_)) => self.options.scenario.is_unsupported(),
+                    _ => false,
+                };
+                let told = told && member.done == *op as u64;
+                (!told).then(|| format!("a mismatch, or what can't be done, after {op} operations"))
             }
             Scenario::Death { .. } | Scenario::Restart { again: false, .. } => {
                 let lost = matches!(member.error, Some(EndpointError::PathLost | EndpointError::GroupLost));
@@ -117,6 +122,7 @@ impl Cluster<'_, '_> {
                 Some(EndpointError::Mismatch { first, other }) => {
                     first != other && calls.contains(&first) && calls.contains(&other)
                 }
+                Some(EndpointError::Unsupported(desc)) => calls.contains(&desc),
                 _ => false,
             };
             if !truth || told(rank) != told(0) {
@@ -235,6 +241,9 @@ impl Cluster<'_, '_> {
         let end = self.now + Duration::from_millis(u64::from(LEASE_MS) + 1);
         for node in self.devices.iter_mut().filter(|device| device.alive).flat_map(|device| &mut device.shards) {
             node.handle_timeout(end);
+            while let Some(event) = node.poll_event() {
+                self.seen.device_event(event);
+            }
             let stats = node.stats();
             equal("groups behind their lease", stats.groups.into(), 0)?;
             equal("slots behind their lease", stats.slots_used.into(), 0)?;

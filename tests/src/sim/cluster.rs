@@ -5,22 +5,24 @@
 
 use super::attack::Attacker;
 use super::check::check_return;
+use super::coverage::{Mark, Seen, Slots};
 use super::incident::Alarm;
 use super::options::Options;
 use super::report::{Report, Violation};
 use super::scenario::Scenario;
 use super::setup::{Member, Tables, boot, draw_posts, install};
-use super::wiring::{EPOCH, Owner, Wiring, count_nodes, node_addr, owner, rank_addr, sharer};
+use super::wiring::{EPOCH, Owner, Wiring, child_key, count_nodes, group_id, node_addr, owner, rank_addr, sharer};
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 use sumac::endpoint::Event;
 use sumac_device::Node;
 use sumac_hal::ctrl::Counters;
-use sumac_hal::emu::{Fabric, NthPacket};
-use sumac_hal::ids::Epoch;
+use sumac_hal::emu::{Delivery, Fabric, NthPacket};
+use sumac_hal::ids::{ChildIndex, Epoch};
 use sumac_hal::op::Path;
 use sumac_hal::time::Instant;
+use sumac_hal::wire::{HEADER_LEN, Kind, Packet, Repr};
 
 /// Calls still to be made: (when, number) to (rank, group, operation).
 pub(super) type Posts = BTreeMap<(Instant, u64), (usize, usize, usize)>;
@@ -66,6 +68,10 @@ pub(super) struct Cluster<'o, 'm> {
     pub(super) shared_copies: u64,
     /// Counters of lives that are over.
     pub(super) past: Counters,
+    pub(super) seen: Seen,
+    /// By device and shard.
+    slots: BTreeMap<(usize, usize), Slots>,
+    alarm_numbers: u64,
 }
 
 /// Run a cluster to its end.
@@ -129,7 +135,11 @@ fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) ->
         shared_sent: 0,
         shared_copies: 0,
         past: Counters::default(),
+        seen: Seen::default(),
+        slots: BTreeMap::new(),
+        alarm_numbers: 0,
     };
+    cluster.seen.note(Mark::GroupCreated);
     cluster.begin();
     cluster.schedule_scenario();
     Ok(work(&mut cluster))
@@ -211,6 +221,11 @@ impl Cluster<'_, '_> {
         Violation::Hang { at: self.now - Instant::ZERO, waiting: self.waiting(), group, rank, done }
     }
 
+    pub(super) fn schedule(&mut self, at: Instant, alarm: Alarm) {
+        self.alarm_numbers += 1;
+        self.alarms.insert((at, self.alarm_numbers), alarm);
+    }
+
     fn next_event(&self) -> Option<Instant> {
         let posts = self.posts.keys().next().map(|&(at, _)| at);
         let alarms = self.alarms.keys().next().map(|&(at, _)| at);
@@ -231,8 +246,9 @@ impl Cluster<'_, '_> {
 
     /// Deliver a burst, as a board's loop takes it in before it sends again; the rest at the same time next turn.
     fn deliver_due(&mut self) {
-        for _ in 0..BURST_PACKETS {
+        for _ in 0..self.options.burst() {
             let Some(delivery) = self.fabric.poll_delivery(self.now) else { return };
+            self.note_packet(&delivery);
             match owner(delivery.to) {
                 Owner::Node { device, shard } => {
                     if self.devices[device].alive {
@@ -311,8 +327,50 @@ impl Cluster<'_, '_> {
             self.shared_sent += 1;
             self.shared_copies += listeners.len() as u64;
         }
-        while node.poll_event().is_some() {}
-        node.poll_timeout()
+        while let Some(event) = node.poll_event() {
+            self.seen.device_event(event);
+        }
+        let wake_at = node.poll_timeout();
+        self.look_at_slots(device, shard);
+        wake_at
+    }
+
+    fn look_at_slots(&mut self, device: usize, shard: usize) {
+        let slots = self.slots.entry((device, shard)).or_default();
+        for group in 0..self.options.all_groups() {
+            let wiring = &self.wirings[self.options.tree(group)];
+            let Some(place) = wiring.nodes.iter().find(|node| node.device == device) else { continue };
+            let life = (group_id(group), self.life as u32);
+            slots.look(&self.devices[device].shards[shard], life, place.parent.is_none(), &mut self.seen);
+        }
+    }
+
+    /// Note what arrived, if it is what it says. (A checksum is worth its time only where a damaged packet would pass
+    /// for something rare.)
+    fn note_packet(&mut self, delivery: &Delivery) {
+        let bytes = &delivery.bytes[..];
+        if bytes.len() < HEADER_LEN {
+            return;
+        }
+        let header = Packet::new_unchecked(bytes);
+        let kind = Kind::from_wire(header.kind());
+        let is_rare = matches!(kind, Some(Kind::Nak | Kind::Ref));
+        let Some(repr) = Repr::parse(&header).ok().filter(|_| !is_rare || Packet::new_checked(bytes).is_ok()) else {
+            return;
+        };
+        let (from, to) = (owner(delivery.from), owner(delivery.to));
+        let below = |parent: usize| {
+            let group = (repr.group.0.wrapping_sub(group_id(0).0)) as usize;
+            let is_known = group < self.options.all_groups();
+            is_known && child_key(self.options, parent, group, repr.epoch, repr.child) == repr.key
+        };
+        let is_up = match (&from, &to) {
+            (_, Owner::Node { device, .. }) if below(*device) => true,
+            (Owner::Node { device, .. }, _) if below(*device) || repr.child == ChildIndex::ALL => false,
+            // Nobody's: forged.
+            _ => return,
+        };
+        self.seen.packet(&repr, is_up);
     }
 
     fn ask_rank(&mut self, rank: usize, group: usize) -> Result<Option<Instant>, Violation> {
@@ -326,17 +384,26 @@ impl Cluster<'_, '_> {
             match event {
                 Event::Completed(id) if id.0 == member.done && member.error.is_none() => {
                     check_return(self.options, member, (group, rank, id.0 as usize), &self.called)?;
+                    self.seen.note(Mark::OpReturned);
                     member.done += 1;
                     returned = true;
                 }
                 Event::Completed(id) => {
                     return Err(Violation::Completion { group, rank, found: id.0, expected: member.done });
                 }
-                Event::Failed(error) => member.error = Some(error),
+                Event::Failed(error) => {
+                    self.seen.endpoint_error(error);
+                    member.error = Some(error);
+                }
                 other => panic!("unknown event {other:?}"),
             }
         }
         let wake_at = member.endpoint.poll_timeout();
+        let progress = member.endpoint.progress();
+        if progress != member.progress {
+            self.seen.endpoint(&member.progress, &progress);
+            member.progress = progress;
+        }
         if returned {
             self.check_stable(group, rank)?;
         }
@@ -357,6 +424,7 @@ impl Cluster<'_, '_> {
             marked: links.marked,
             counters,
             attacks: self.attacker.sent(),
+            seen: self.seen,
             ..Report::default()
         };
         for member in self.members.iter().flatten() {
@@ -375,9 +443,6 @@ impl Cluster<'_, '_> {
         self.in_flight_most
     }
 }
-
-/// What a port hands to its node in one go.
-const BURST_PACKETS: usize = 32;
 
 /// No run of these sizes needs this long, whatever the faults.
 const TIME_LIMIT: Duration = Duration::from_secs(600);

@@ -1,12 +1,13 @@
 //! What happens to a cluster at set moments: deaths, restarts, what the controller does then, attacks.
 
 use super::cluster::{Actor, Cluster};
+use super::coverage::Mark;
 use super::report::Violation;
 use super::scenario::Scenario;
 use super::setup::{boot, install};
 use super::wiring::{TIMERS, count_levels, group_id};
 use std::time::Duration;
-use sumac_hal::ctrl::Request;
+use sumac_hal::ctrl::{Request, Response};
 use sumac_hal::time::Instant;
 
 /// Something that happens at a set moment.
@@ -45,10 +46,6 @@ impl Cluster<'_, '_> {
                 }
             }
         }
-    }
-
-    pub(super) fn schedule(&mut self, at: Instant, alarm: Alarm) {
-        self.alarms.insert((at, self.alarms.len() as u64), alarm);
     }
 
     /// When everybody below a device that was lost at `at` has to know: `T_dead` a level after the last call, and
@@ -94,7 +91,9 @@ impl Cluster<'_, '_> {
             for node in &mut self.devices[device].shards {
                 for group in 0..self.options.groups.len() {
                     // Refused where the group never was, or is not any more.
-                    node.control(&Request::ReleaseGroup(group_id(group)), self.now);
+                    if node.control(&Request::ReleaseGroup(group_id(group)), self.now) == Response::Done {
+                        self.seen.note(Mark::GroupReleased);
+                    }
                 }
             }
             self.touch_device(device);
@@ -108,6 +107,8 @@ impl Cluster<'_, '_> {
         for device in 0..self.devices.len() {
             for node in &mut self.devices[device].shards {
                 node.control(&Request::Reset, self.now);
+                self.seen.note(Mark::GroupReset);
+                self.seen.note(Mark::GroupCreated);
                 install(node, self.options, self.wirings, device, self.epoch, self.now)?;
             }
             self.touch_device(device);

@@ -11,6 +11,7 @@
 mod attack;
 mod check;
 mod cluster;
+mod coverage;
 mod faults;
 mod incident;
 mod memory;
@@ -23,6 +24,7 @@ mod shrink;
 mod wiring;
 
 pub use cluster::{record, run};
+pub use coverage::{Mark, Seen};
 pub use faults::{Faults, Spell};
 pub use options::{Draw, GroupOptions, Options, Sharing};
 pub use planted::Planted;

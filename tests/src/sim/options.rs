@@ -172,6 +172,11 @@ impl Options {
         options
     }
 
+    /// Return how many packets a port hands to its node in one go.
+    pub(super) fn burst(&self) -> usize {
+        if weight(&[self.seed, 0x6275_7273]).is_multiple_of(4) { 128 } else { 32 }
+    }
+
     /// Return the order of a group; the attacker's own, behind the others, takes contributions as they come.
     pub(super) fn order(&self, group: usize) -> Order {
         self.groups.get(group).map_or(Order::Arrival, |group| group.order)

@@ -1,8 +1,9 @@
 //! What a run did, and what can go wrong with it.
 
+use super::coverage::{DROPS_UNREACHABLE, Mark, Seen};
 use std::time::Duration;
 use sumac::endpoint::EndpointError;
-use sumac_hal::ctrl::Counters;
+use sumac_hal::ctrl::{Counters, DropReason};
 use thiserror::Error;
 
 /// What went wrong.
@@ -202,12 +203,16 @@ pub struct Report {
     pub completed: u64,
     /// Ranks that were told `Mismatch`.
     pub mismatches: u64,
+    /// Ranks that were told `Unsupported`.
+    pub unsupported: u64,
     /// Ranks that were told `PathLost`.
     pub paths_lost: u64,
     /// Ranks that were told `GroupLost`.
     pub groups_lost: u64,
     /// Packets that an attacker sent.
     pub attacks: u64,
+    /// What the state machines went through.
+    pub seen: Seen,
 }
 
 impl Report {
@@ -217,6 +222,7 @@ impl Report {
         self.took += other.took;
         self.in_flight_most = self.in_flight_most.max(other.in_flight_most);
         self.counters.merge(&other.counters);
+        self.seen.merge(&other.seen);
         for ((_, sum), (_, n)) in self.marks().into_iter().zip(other.clone().marks()) {
             *sum += *n;
         }
@@ -227,13 +233,14 @@ impl Report {
         *match error {
             None => &mut self.completed,
             Some(EndpointError::Mismatch { .. }) => &mut self.mismatches,
+            Some(EndpointError::Unsupported(_)) => &mut self.unsupported,
             Some(EndpointError::PathLost) => &mut self.paths_lost,
             Some(_) => &mut self.groups_lost,
         } += 1;
     }
 
     /// Return the counts besides the devices' counters, by name.
-    fn marks(&mut self) -> [(&'static str, &mut u64); 12] {
+    fn marks(&mut self) -> [(&'static str, &mut u64); 13] {
         [
             ("packets", &mut self.packets),
             ("incast drops", &mut self.incast_drops),
@@ -244,6 +251,7 @@ impl Report {
             ("rank drops", &mut self.rank_drops),
             ("ends: complete", &mut self.completed),
             ("ends: mismatch", &mut self.mismatches),
+            ("ends: unsupported", &mut self.unsupported),
             ("ends: path lost", &mut self.paths_lost),
             ("ends: group lost", &mut self.groups_lost),
             ("attacks", &mut self.attacks),
@@ -263,10 +271,21 @@ impl Report {
             ("probes out", counters.probes_out),
             ("window cuts", counters.window_cuts),
         ];
-        let drops =
-            sumac_hal::ctrl::DropReason::ALL.map(|reason| (format!("drop: {reason}"), counters.dropped(reason)));
+        let drops = DropReason::ALL.map(|reason| (format!("drop: {reason}"), counters.dropped(reason)));
         let mut own = *self;
         let own = own.marks().map(|(name, n)| (name.to_owned(), *n));
         named.map(|(name, n)| (name.to_owned(), n)).into_iter().chain(drops).chain(own).collect()
+    }
+
+    /// Return every step of a state machine by name, and how often it was seen; and why one is never seen.
+    pub fn transitions(&self) -> Vec<(&'static str, u64, Option<&'static str>)> {
+        let why = |mark: Mark| Mark::UNREACHABLE.iter().find(|(other, _)| *other == mark).map(|(_, why)| *why);
+        Mark::ALL.iter().map(|&mark| (mark.name(), self.seen.count(mark), why(mark))).collect()
+    }
+
+    /// Return every reason to drop a packet, and how often it was met at a device; and why one is never met.
+    pub fn drops(&self) -> Vec<(&'static str, u64, Option<&'static str>)> {
+        let why = |reason| DROPS_UNREACHABLE.iter().find(|(other, _)| *other == reason).map(|(_, why)| *why);
+        DropReason::ALL.map(|reason| (reason.name(), self.counters.dropped(reason), why(reason))).to_vec()
     }
 }

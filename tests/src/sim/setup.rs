@@ -8,7 +8,7 @@ use super::wiring::{Wiring, slots_per_shard};
 use crate::oracle::{input, weight};
 use std::collections::BTreeMap;
 use std::time::Duration;
-use sumac::endpoint::{Endpoint, EndpointError};
+use sumac::endpoint::{Endpoint, EndpointError, Progress};
 use sumac_device::{Child, Group, Node, NodeConfig, Slot, Storage};
 use sumac_hal::ctrl::{Order, Request, Response, TreeConfig};
 use sumac_hal::ids::{BootId, Epoch};
@@ -22,6 +22,8 @@ pub(super) struct Member {
     /// Completions seen.
     pub(super) done: u64,
     pub(super) error: Option<EndpointError>,
+    /// Where its endpoint was seen last.
+    pub(super) progress: Progress,
 }
 
 impl Member {
@@ -39,6 +41,7 @@ impl Member {
             memory: Memory { ops: ops.map(|op| OpMemory::before(options, life, group, rank, op)).collect() },
             done: 0,
             error: None,
+            progress: Progress::default(),
         }
     }
 }

@@ -186,7 +186,7 @@ pub(super) fn sharer(addr: Addr) -> Option<Sharer> {
     Some((n / MAX_SHARDS / 16, n / MAX_SHARDS % 16, (n % MAX_SHARDS) as u16))
 }
 
-fn child_key(options: &Options, device: usize, group: usize, epoch: Epoch, child: ChildIndex) -> u64 {
+pub(super) fn child_key(options: &Options, device: usize, group: usize, epoch: Epoch, child: ChildIndex) -> u64 {
     secret(options, device).child_key(group_id(group), options.planted.key_epoch(epoch), child)
 }
 
