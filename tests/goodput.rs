@@ -38,6 +38,7 @@ fn measure(children: usize, loss: u16) -> Report {
             mark_queue_bytes: None,
         },
         sharing: Sharing::Off,
+        spares: 0,
         faults: Faults { loss, ..Faults::default() },
         skew_max: Duration::ZERO,
         scenario: Scenario::Calm,

@@ -7,8 +7,14 @@
 use std::sync::Mutex;
 use sumac_tests::sim::{Options, Report, ScenarioKind, record, run, shrink};
 
-const KINDS: [ScenarioKind; 5] =
-    [ScenarioKind::Calm, ScenarioKind::Mismatch, ScenarioKind::Death, ScenarioKind::Restart, ScenarioKind::Hostile];
+const KINDS: [ScenarioKind; 6] = [
+    ScenarioKind::Calm,
+    ScenarioKind::Mismatch,
+    ScenarioKind::Death,
+    ScenarioKind::Restart,
+    ScenarioKind::Hostile,
+    ScenarioKind::Repair,
+];
 
 /// From so many seeds a scenario on nothing may be missed.
 const SEEDS_FOR_ALL: u64 = 300;
@@ -76,7 +82,8 @@ fn swarm(kind: ScenarioKind, seeds: u64, marks: &[&str]) {
 fn cover(fewest: u64, all: &Report) {
     let mut missed = Vec::new();
     println!("All scenarios, {fewest} seeds each at least: {:?} of virtual time", all.took);
-    println!("  {:36}{:>12}", "packets", all.packets);
+    let counts = [("packets", all.packets), ("repaired operations", all.repairs), ("view changes", all.view_changes)];
+    counts.iter().for_each(|(name, count)| println!("  {name:36}{count:>12}"));
     for (what, rows) in [("transitions", all.transitions()), ("drop reasons", all.drops())] {
         let met = rows.iter().filter(|(_, count, _)| *count > 0).count();
         let all = rows.iter().filter(|(_, _, why)| why.is_none()).count();
@@ -150,6 +157,12 @@ fn hostile() {
         "ends: complete",
     ];
     swarm(ScenarioKind::Hostile, 100, &[&LOSSY[..], &refused].concat());
+}
+
+#[test]
+fn repair() {
+    let ends = ["drop: unknown-group", "ends: complete", "view changes", "repaired operations", "repair bytes"];
+    swarm(ScenarioKind::Repair, 100, &[&LOSSY[..], &ends].concat());
 }
 
 /// Seeds that failed once, by what was wrong. A change of what is drawn from a seed makes another cluster of it; what

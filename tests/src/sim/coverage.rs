@@ -115,6 +115,44 @@ marks! {
     DownPathLost = "down: nak, path lost",
     /// A device can't do it.
     DownUnsupported = "down: nak, unsupported",
+    /// A device dies for good.
+    LossDevice = "loss: device",
+    /// A device restarts.
+    LossRestart = "loss: device, which restarts",
+    /// A link is cut, one way.
+    LossLink = "loss: link",
+    /// The controller stops.
+    LossController = "loss: controller",
+    /// Something is lost while ranks repair.
+    LossInRepair = "loss: during a repair",
+    /// A rank freezes because its own endpoint has failed.
+    FrozenByLoss = "repair: frozen by its own loss",
+    /// A rank freezes in an operation, told by the controller.
+    FrozenByWord = "repair: frozen by the controller's word",
+    /// A rank freezes outside of all operations.
+    FrozenIdle = "repair: frozen between operations",
+    /// A rank gives a result that it holds.
+    ChunkHeld = "repair: chunk, held > landed",
+    /// A chunk is computed again.
+    ChunkComputed = "repair: chunk, recomputed > landed",
+    /// An operation of the lost tree returns.
+    OpRepaired = "operation: sent > repaired",
+    /// An operation begins again.
+    OpBegunAgain = "operation: sent > begun again",
+    /// An operation runs by a schedule.
+    OpScheduled = "operation: by a schedule",
+    /// All go on by another tree.
+    CommitTree = "repair: committed, another tree",
+    /// All go on by schedules.
+    CommitSchedules = "repair: committed, schedules",
+    /// The controller finds no tree.
+    NoTree = "controller: no tree",
+    /// A place is reserved, another is not to be had.
+    RolledBack = "controller: reserved > rolled back",
+    /// The controller does not answer in time.
+    ControllerLate = "controller: no answer",
+    /// The controller starts again.
+    ControllerAgain = "controller: started again",
 }
 
 impl Mark {

@@ -120,6 +120,34 @@ pub enum Violation {
         /// What it said.
         response: String,
     },
+    /// A repair that ought to be possible is not.
+    #[error("group {group} rank {rank} can't repair: {why}")]
+    Unrepairable {
+        /// The group's index.
+        group: usize,
+        /// The rank that found out.
+        rank: usize,
+        /// Why not.
+        why: String,
+    },
+    /// Ranks have decided different things about a lost tree.
+    #[error("group {group} view {view}: ranks decide different things")]
+    Disagreement {
+        /// The group's index.
+        group: usize,
+        /// The view.
+        view: u32,
+    },
+    /// A chunk is computed that some rank has, or a second time.
+    #[error("group {group} view {view}: chunk {seq} is computed again")]
+    Again {
+        /// The group's index.
+        group: usize,
+        /// The view.
+        view: u32,
+        /// The chunk.
+        seq: u64,
+    },
     /// Numbers that have to be equal are not.
     #[error("{what}: {found}, expected {expected}")]
     Conservation {
@@ -167,6 +195,9 @@ impl Violation {
             Self::Early { .. } => "early completion",
             Self::NotKept { .. } => "retention",
             Self::Refused { .. } => "refused request",
+            Self::Unrepairable { .. } => "unrepairable",
+            Self::Disagreement { .. } => "disagreement",
+            Self::Again { .. } => "computed again",
             Self::Conservation { what, .. } | Self::Limit { what, .. } => what,
             Self::Panicked { .. } => "panic",
             Self::NotQuiet { .. } => "not quiet",
@@ -211,6 +242,12 @@ pub struct Report {
     pub groups_lost: u64,
     /// Packets that an attacker sent.
     pub attacks: u64,
+    /// Repairs: trees that a group has lost, counted once a group and view.
+    pub view_changes: u64,
+    /// Operations that repairs have completed, counted once a rank.
+    pub repairs: u64,
+    /// What ranks have sent each other to repair, in bytes.
+    pub repair_bytes: u64,
     /// What the state machines went through.
     pub seen: Seen,
 }
@@ -240,7 +277,7 @@ impl Report {
     }
 
     /// Return the counts besides the devices' counters, by name.
-    fn marks(&mut self) -> [(&'static str, &mut u64); 13] {
+    fn marks(&mut self) -> [(&'static str, &mut u64); 16] {
         [
             ("packets", &mut self.packets),
             ("incast drops", &mut self.incast_drops),
@@ -255,6 +292,9 @@ impl Report {
             ("ends: path lost", &mut self.paths_lost),
             ("ends: group lost", &mut self.groups_lost),
             ("attacks", &mut self.attacks),
+            ("view changes", &mut self.view_changes),
+            ("repaired operations", &mut self.repairs),
+            ("repair bytes", &mut self.repair_bytes),
         ]
     }
 

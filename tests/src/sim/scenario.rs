@@ -1,6 +1,7 @@
 //! What happens to a cluster besides faulty links, and what each rank has to be told then.
 
 use super::faults::moment;
+use super::loss::Loss;
 use super::options::{Draw, Options, draw_op};
 use crate::oracle::weight;
 use std::time::Duration;
@@ -22,6 +23,8 @@ pub enum ScenarioKind {
     Restart,
     /// Somebody sends garbage, replays, and all that a member of another group may: nobody notices.
     Hostile,
+    /// Devices, links and the controller are lost, and the ranks repair: every rank gets every result.
+    Repair,
 }
 
 /// What happens.
@@ -56,6 +59,11 @@ pub enum Scenario {
     },
     /// An attacker works at random moments.
     Hostile,
+    /// This is lost, and repaired.
+    Repair {
+        /// What, and when.
+        losses: Vec<Loss>,
+    },
 }
 
 impl Scenario {
@@ -67,6 +75,7 @@ impl Scenario {
             Self::Death { .. } => ScenarioKind::Death,
             Self::Restart { .. } => ScenarioKind::Restart,
             Self::Hostile => ScenarioKind::Hostile,
+            Self::Repair { .. } => ScenarioKind::Repair,
         }
     }
 
@@ -82,6 +91,7 @@ impl Scenario {
         match kind {
             ScenarioKind::Calm => Self::Calm,
             ScenarioKind::Hostile => Self::Hostile,
+            ScenarioKind::Repair => Self::Repair { losses: Loss::draw_all(draw, options, options.devices()) },
             ScenarioKind::Mismatch => draw_mismatch(draw, options),
             ScenarioKind::Death => {
                 let at = moment(draw);

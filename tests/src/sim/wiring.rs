@@ -43,6 +43,18 @@ impl Wiring {
         wiring
     }
 
+    /// Wire the shape of tree `index` anew, its nodes on the first of `devices`.
+    pub(super) fn on(options: &Options, index: usize, tree: TreeId, devices: Vec<usize>) -> Self {
+        let mut wiring = Self { tree, nodes: Vec::new(), ranks: vec![(0, 0); options.ranks] };
+        let mut devices = devices.into_iter();
+        wiring.add(&options.trees[index], None, &mut || devices.next().expect("as many devices as nodes"));
+        wiring
+    }
+
+    pub(super) fn tree_id(&self) -> TreeId {
+        self.tree
+    }
+
     fn add(&mut self, shape: &Shape, parent: Option<(usize, u16)>, take: &mut impl FnMut() -> usize) {
         match shape {
             Shape::Rank(rank) => self.ranks[*rank] = parent.expect("the root is a node"),
