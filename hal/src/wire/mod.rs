@@ -27,7 +27,7 @@
 //! | 58 | payload_len | u16 | bytes behind the header |
 //! | 60 | attempt | u16 | of the seq (PROTOCOL 7) |
 //! | 62 | reserved | u16 | 0, ignored |
-//! | 64 | bits | u64 | Data, Ref, Empty: element count of the whole operation. Probe: bit i = the answer to the i-th seq of the same shard from `seq` on is held. Status: bit i = the child's contribution to that seq is in. Nak(Mismatch): count of the first operation seen |
+//! | 64 | bits | u64 | Data, Ref, Empty: element count of the whole operation. Probe: bit i = the answer to the i-th seq of the same shard from `seq` on is held. Status: bit i = the child's contribution to that seq is in. Nak(Mismatch): count of the first operation seen. Nak(Missing), up: the highest seq that is held |
 //! | 72 | bits2 | u64 | Status: bit i = that seq is complete here. Nak(Mismatch): the other operation, packed by [`pack_op`] |
 //! | 80 | root | u32 | the root of rooted collectives, 0 otherwise |
 //! | 84 | spare | 8 B | 0, ignored |

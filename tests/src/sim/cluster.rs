@@ -402,7 +402,8 @@ impl Cluster<'_, '_> {
     fn ask_node(&mut self, device: usize, shard: usize) -> Option<Instant> {
         let now = self.device_time(device);
         let from = node_addr(device, shard as u16);
-        while self.devices[device].alive {
+        // A port whose link is busy takes nothing more, and asks again when it is not.
+        while self.devices[device].alive && self.fabric.ready_at(from) <= self.now {
             let node = &mut self.devices[device].shards[shard];
             let Some(sent) = node.poll_transmit(&mut self.buffer, now) else { break };
             let bytes = &self.buffer[..sent.len_bytes];
@@ -426,7 +427,8 @@ impl Cluster<'_, '_> {
             self.seen.device_event(event);
         }
         let clock = Clock::draw(self.options.seed, Whose::Device(device));
-        let wake_at = node.poll_timeout().map(|at| clock.when(at));
+        let busy = Some(self.fabric.ready_at(from)).filter(|&at| at > self.now && node.poll_destination().is_some());
+        let wake_at = node.poll_timeout().map(|at| clock.when(at)).into_iter().chain(busy).min();
         self.look_at_slots(device, shard);
         wake_at
     }
@@ -482,7 +484,9 @@ impl Cluster<'_, '_> {
         let now = self.rank_time(rank);
         let member = &mut self.members[rank][group];
         let from = rank_addr(rank, group);
-        while let Some(sent) = member.endpoint.poll_transmit(&member.memory, &mut self.buffer, now) {
+        while self.fabric.ready_at(from) <= self.now
+            && let Some(sent) = member.endpoint.poll_transmit(&member.memory, &mut self.buffer, now)
+        {
             self.fabric.send(self.now, from, sent.to, &self.buffer[..sent.len_bytes]);
         }
         if self.collect(rank, group)? {
@@ -490,7 +494,9 @@ impl Cluster<'_, '_> {
         }
         let member = &mut self.members[rank][group];
         let clock = Clock::draw(self.options.seed, Whose::Rank(rank));
-        let wake_at = member.endpoint.poll_timeout().map(|at| clock.when(at));
+        let busy = self.fabric.ready_at(rank_addr(rank, group));
+        let busy = Some(busy).filter(|&at| at > self.now && member.endpoint.poll_destination().is_some());
+        let wake_at = member.endpoint.poll_timeout().map(|at| clock.when(at)).into_iter().chain(busy).min();
         let progress = member.endpoint.progress();
         if progress != member.progress {
             self.seen.endpoint(&member.progress, &progress);

@@ -85,8 +85,8 @@ marks! {
     UpData = "up: data",
     /// A contribution of nothing.
     UpEmpty = "up: empty",
-    /// A contribution by reference, as a packet.
-    UpRef = "up: ref",
+    /// A contribution by reference, as a packet: only an attacker sends one, as they come through rings.
+    UpRef = "up: ref, by an attacker",
     /// A question.
     UpProbe = "up: probe",
     /// An answer did not come.
@@ -157,10 +157,8 @@ marks! {
 
 impl Mark {
     /// What no run of the simulator goes through, and why.
-    pub const UNREACHABLE: &[(Self, &str)] = &[
-        (Self::UpRef, "contributions by reference come through rings, never in packets"),
-        (Self::DownResend, "nodes keep what came inline, and never ask for it again"),
-    ];
+    pub const UNREACHABLE: &[(Self, &str)] =
+        &[(Self::DownResend, "nodes keep what came inline, and never ask for it again")];
 }
 
 /// Reasons to drop that no run of the simulator meets, and why.
@@ -228,6 +226,8 @@ impl Seen {
             (Kind::Nak, Some(NakReason::Missing)) if is_up => Mark::UpMissing,
             (Kind::Nak, Some(NakReason::Mismatch)) if is_up => Mark::UpMismatch,
             (Kind::Nak, Some(NakReason::Unsupported)) if is_up => Mark::UpUnsupported,
+            // Nobody but an attacker says up what is said down.
+            (Kind::Nak, _) if is_up => return,
             (Kind::Nak, Some(NakReason::Missing)) => Mark::DownMissing,
             (Kind::Nak, Some(NakReason::Resend)) => Mark::DownResend,
             (Kind::Nak, Some(NakReason::WrongEpoch)) => Mark::DownWrongEpoch,
