@@ -65,6 +65,7 @@ fn every_collective_type_and_operator() {
                     mark_queue_bytes: None,
                 },
                 sharing: if index % 2 == 0 { Sharing::All } else { Sharing::Off },
+                spares: 0,
                 faults: Faults {
                     loss: 50,
                     duplicate: 50,

@@ -9,8 +9,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use sumac_hal::planted::Bug;
 use sumac_tests::sim::{Options, ScenarioKind, run, shrink};
 
-const KINDS: [ScenarioKind; 5] =
-    [ScenarioKind::Calm, ScenarioKind::Mismatch, ScenarioKind::Death, ScenarioKind::Restart, ScenarioKind::Hostile];
+const KINDS: [ScenarioKind; 6] = [
+    ScenarioKind::Calm,
+    ScenarioKind::Mismatch,
+    ScenarioKind::Death,
+    ScenarioKind::Restart,
+    ScenarioKind::Hostile,
+    ScenarioKind::Repair,
+];
 
 /// Seeds that a bug may take.
 const SEEDS: u64 = 10_000;
@@ -19,7 +25,7 @@ const SEEDS: u64 = 10_000;
 const SHRINK_RUNS: usize = 200;
 
 fn cluster(seed: u64) -> Options {
-    Options::draw(seed, KINDS[(seed % 5) as usize])
+    Options::draw(seed, KINDS[seed as usize % KINDS.len()])
 }
 
 fn with(bug: Bug, seed: u64) -> Options {
@@ -63,7 +69,7 @@ fn each_is_found() {
         let name = format!("{bug:?}");
         match found {
             Some((seed, shrunk)) => {
-                let kind = format!("{:?}", KINDS[(seed % 5) as usize]);
+                let kind = format!("{:?}", KINDS[*seed as usize % KINDS.len()]);
                 let left = shrunk.options.faults.script.as_ref().map_or(0, Vec::len);
                 let faults = format!("{left} of {}", shrunk.recorded);
                 println!("{name:20}{:>6}  {kind:10}{faults:>12}  {}", seed + 1, shrunk.violation.oracle());

@@ -1,7 +1,26 @@
 //! Seeded swarms, one a scenario. `SEED=n` runs one seed, `SEEDS=n` that many from `SEED_FROM` on. A seed that fails
 //! prints how to repeat it, and the first one also a test with as few faults as it takes.
+//!
+//! The last scenario to end prints what all have covered: every step of the state machines and every reason to drop a
+//! packet. With [`SEEDS_FOR_ALL`] seeds or more each that can be met has to have been.
 
+use std::sync::Mutex;
 use sumac_tests::sim::{Options, Report, ScenarioKind, record, run, shrink};
+
+const KINDS: [ScenarioKind; 6] = [
+    ScenarioKind::Calm,
+    ScenarioKind::Mismatch,
+    ScenarioKind::Death,
+    ScenarioKind::Restart,
+    ScenarioKind::Hostile,
+    ScenarioKind::Repair,
+];
+
+/// From so many seeds a scenario on nothing may be missed.
+const SEEDS_FOR_ALL: u64 = 300;
+
+/// How many scenarios have ended, the fewest seeds that one had, and what all have covered.
+static ALL: Mutex<(usize, u64, Option<Report>)> = Mutex::new((0, u64::MAX, None));
 
 /// How many runs the shortest script of a failing seed may take to be found.
 const SHRINK_RUNS: usize = 500;
@@ -20,6 +39,7 @@ fn swarm(kind: ScenarioKind, seeds: u64, marks: &[&str]) {
     let from = number("SEED_FROM").unwrap_or(0);
     let one = number("SEED");
     let range = one.map_or(from..from + number("SEEDS").unwrap_or(seeds), |seed| seed..seed + 1);
+    let count = range.end - range.start;
     let mut failed = Vec::new();
     let mut total = Report::default();
     for seed in range {
@@ -47,6 +67,36 @@ fn swarm(kind: ScenarioKind, seeds: u64, marks: &[&str]) {
     assert!(failed.is_empty(), "seeds {failed:?} failed");
     let missed: Vec<_> = coverage.iter().filter(|(name, n)| *n == 0 && marks.contains(&name.as_str())).collect();
     assert!(one.is_some() || missed.is_empty(), "never happened: {missed:?}");
+    let mut all = ALL.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    all.0 += 1;
+    all.1 = all.1.min(count);
+    all.2.get_or_insert_default().merge(&total);
+    if let (ended, fewest, Some(report)) = &*all
+        && *ended == KINDS.len()
+    {
+        cover(*fewest, report);
+    }
+}
+
+/// Print what all scenarios have covered, and check that nothing is missed that can be met.
+fn cover(fewest: u64, all: &Report) {
+    let mut missed = Vec::new();
+    println!("All scenarios, {fewest} seeds each at least: {:?} of virtual time", all.took);
+    let counts = [("packets", all.packets), ("repaired operations", all.repairs), ("view changes", all.view_changes)];
+    counts.iter().for_each(|(name, count)| println!("  {name:36}{count:>12}"));
+    for (what, rows) in [("transitions", all.transitions()), ("drop reasons", all.drops())] {
+        let met = rows.iter().filter(|(_, count, _)| *count > 0).count();
+        let all = rows.iter().filter(|(_, _, why)| why.is_none()).count();
+        println!("  {what}: {met} seen of {all} that can be");
+        for (name, count, why) in rows {
+            println!("    {name:34}{count:>12}  {}", why.unwrap_or_default());
+            assert!(why.is_none() || count == 0, "{name} can be met: take it off the list");
+            if count == 0 && why.is_none() {
+                missed.push(name);
+            }
+        }
+    }
+    assert!(fewest < SEEDS_FOR_ALL || missed.is_empty(), "never met: {missed:?}");
 }
 
 /// What every kind of cluster with lossy links runs into.
@@ -90,8 +140,6 @@ fn restart() {
     swarm(ScenarioKind::Restart, 100, &[&LOSSY[..], &ends].concat());
 }
 
-/// Of all reasons to drop, two are left to the node's own tests: `slot-busy`, which policing keeps from happening as
-/// long as slots are twice the window, and `queue-full`, which takes more packets between two sends than a burst.
 #[test]
 fn hostile() {
     let refused = [
@@ -104,10 +152,17 @@ fn hostile() {
         "drop: bad-mark",
         "drop: bad-shape",
         "drop: over-window",
+        "drop: queue-full",
         "attacks",
         "ends: complete",
     ];
     swarm(ScenarioKind::Hostile, 100, &[&LOSSY[..], &refused].concat());
+}
+
+#[test]
+fn repair() {
+    let ends = ["drop: unknown-group", "ends: complete", "view changes", "repaired operations", "repair bytes"];
+    swarm(ScenarioKind::Repair, 100, &[&LOSSY[..], &ends].concat());
 }
 
 /// Seeds that failed once, by what was wrong. A change of what is drawn from a seed makes another cluster of it; what
@@ -129,10 +184,8 @@ fn seeds_that_failed_once() {
 /// What the links did wrong in a run, written down and repeated, is the same run.
 #[test]
 fn a_script_repeats_its_run() {
-    let kinds =
-        [ScenarioKind::Calm, ScenarioKind::Mismatch, ScenarioKind::Death, ScenarioKind::Restart, ScenarioKind::Hostile];
     let mut faults = 0;
-    for (seed, kind) in (0..6).flat_map(|seed| kinds.map(|kind| (seed, kind))) {
+    for (seed, kind) in (0..6).flat_map(|seed| KINDS.map(|kind| (seed, kind))) {
         let options = Options::draw(seed, kind);
         let (report, script) = record(&options);
         assert_eq!(run(&options), report, "{kind:?} {seed}: recording changes nothing");
@@ -146,9 +199,7 @@ fn a_script_repeats_its_run() {
 
 #[test]
 fn same_seed_same_log() {
-    let kinds =
-        [ScenarioKind::Calm, ScenarioKind::Mismatch, ScenarioKind::Death, ScenarioKind::Restart, ScenarioKind::Hostile];
-    for kind in kinds {
+    for kind in KINDS {
         let report = |seed| run(&Options::draw(seed, kind)).unwrap_or_else(|violation| panic!("{seed}: {violation}"));
         let reports: Vec<Report> = (0..6).map(report).collect();
         let again: Vec<Report> = (0..6).map(report).collect();

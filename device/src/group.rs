@@ -47,6 +47,8 @@ pub struct Child {
     pub(crate) asked_below: u64,
     /// Who it is.
     pub(crate) seat: Seat,
+    /// `top` when the lowest of them was asked for.
+    pub(crate) asked_at: u64,
     /// The function that it contributes through, if it does so by reference.
     pub(crate) owner: Option<FunctionId>,
     /// Of its last contribution, echoed in what it is told.
@@ -66,6 +68,7 @@ impl Child {
         top: 0,
         asked_below: 0,
         seat: Seat::Unknown,
+        asked_at: 0,
         owner: None,
         token: 0,
         credit: 0,
@@ -93,13 +96,17 @@ pub(crate) struct Window {
     max: u32,
     /// A loss below this local number was answered for.
     cut_below: u64,
+    /// Losses below this local number are counted together.
+    counted_below: u64,
+    /// Those.
+    lost: u32,
 }
 
 impl Window {
     pub(crate) fn new(start: usize, max: u16) -> Self {
         let max = u32::from(max) << 8;
         let start = u32::try_from(start).unwrap_or(u32::MAX).saturating_mul(256);
-        Self { q8: start.clamp(256, max), max, cut_below: 0 }
+        Self { q8: start.clamp(256, max), max, cut_below: 0, counted_below: 0, lost: 0 }
     }
 
     pub(crate) fn size(&self) -> u16 {
@@ -110,6 +117,21 @@ impl Window {
     pub(crate) fn grow(&mut self) {
         self.q8 = (self.q8 + (256 * 256) / self.q8).min(self.max);
     }
+
+    /// A child's contribution to chunk `local` got lost while `top` was the highest on its way; true if that cut the
+    /// window. Congestion takes many at once; a few of what all `children` send in a window are chance, and are sent
+    /// again without slowing anybody down.
+    pub(crate) fn lost(&mut self, local: u64, top: u64, children: usize) -> bool {
+        if local >= self.counted_below {
+            (self.counted_below, self.lost) = (top, 0);
+        }
+        self.lost = self.lost.saturating_add(1);
+        let sent = usize::from(self.size()) * children;
+        self.lost as usize * Self::CHANCE >= sent && self.cut(local, top)
+    }
+
+    /// Of so many contributions one may get lost by chance.
+    const CHANCE: usize = 16;
 
     /// Chunk `local` got lost while `top` was the highest on its way; true if the window was halved, which
     /// happens once a window.
@@ -158,6 +180,8 @@ pub struct Group {
     pub(crate) min_have: ChunkNo,
     /// All local numbers below are answered here.
     pub(crate) answered_below: u64,
+    /// Of those above, none that is as high, or higher, is.
+    pub(crate) answered_top: u64,
     /// The group is at its end, by the root's word or because the way there is lost.
     pub(crate) failed: Option<Failure>,
     /// This subtree can't go on; the root has yet to say so.
@@ -228,6 +252,10 @@ mod tests {
         assert_eq!(window.size(), 32);
         (0..20).for_each(|i| assert!(window.cut(100 * (i + 1), 100 * (i + 1) + 1)));
         assert_eq!(window.size(), 1, "never less than one");
+        let mut window = Window::new(32, 32);
+        assert!((0..7).all(|local| !window.lost(local, 32, 4)), "7 of 128");
+        assert!(window.lost(7, 32, 4) && window.size() == 16);
+        assert!(!window.lost(32, 64, 4), "the next window's first");
         assert_eq!(Window::new(usize::MAX, 5).size(), 5);
         assert_eq!(Window::new(0, 5).size(), 1);
     }

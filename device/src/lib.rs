@@ -31,11 +31,11 @@ mod trace;
 
 pub use group::{Child, Group};
 pub use memory::{Memory, Storage};
-#[cfg(feature = "snapshot")]
-pub use node::Rest;
 pub use node::{
     Answer, AttachError, Event, MAX_EVENTS, MAX_REPLIES, Node, NodeConfig, Outgoing, RedoSlot, Reference, References,
     Transmit,
 };
+#[cfg(feature = "snapshot")]
+pub use node::{Phase, Rest};
 pub use slot::Slot;
 pub use trace::{Entry, TRACE_LEN, Trace, TraceRing};

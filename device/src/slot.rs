@@ -58,6 +58,8 @@ pub struct Slot {
     /// Who is to be sent the answer.
     pub(crate) pending: ChildSet,
     pub(crate) fold_next: u16,
+    /// How far above this chunk others were answered before it: till there, answers show no loss of this one's.
+    pub(crate) overtaken: u16,
     /// Length of the value to be sent, up or down, in bytes; it lies in stage 0.
     pub(crate) value_len: u16,
     /// Its checksum, once somebody needed it.
@@ -88,6 +90,7 @@ impl Slot {
         shared: ChildSet::EMPTY,
         pending: ChildSet::EMPTY,
         fold_next: 0,
+        overtaken: 0,
         value_len: 0,
         value_crc: None,
         limit: None,

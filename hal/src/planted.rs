@@ -58,12 +58,14 @@ pub enum Bug {
     DeadHopUnnoticed,
     /// Endpoint: a packet whose checksum is wrong is taken.
     ChecksumUnchecked,
+    /// Endpoint: a repair is told that chunks which have landed lack their results, so that they are computed again.
+    ComputedTwice,
 }
 
 #[cfg(feature = "planted")]
 impl Bug {
     /// All of them.
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 25] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochForgotten,
@@ -88,6 +90,7 @@ impl Bug {
         Self::FirstNotCopied,
         Self::DeadHopUnnoticed,
         Self::ChecksumUnchecked,
+        Self::ComputedTwice,
     ];
 }
 

@@ -66,6 +66,8 @@ pub struct Uplink {
     answered: [u64; WORDS],
     sent_at: [u32; MAX_WINDOW as usize],
     asked_below: u64,
+    /// The lowest gap that was asked for, and the highest answer then.
+    asked: (u64, u64),
     top_answer: Option<u64>,
     probe_at: Option<Instant>,
     backoff: u32,
@@ -144,6 +146,7 @@ impl Uplink {
             answered: [0; WORDS],
             sent_at: [0; MAX_WINDOW as usize],
             asked_below: 0,
+            asked: (0, 0),
             top_answer: None,
             probe_at: None,
             backoff: 0,
@@ -214,9 +217,18 @@ impl Uplink {
         true
     }
 
-    /// Return a local number whose answer got lost, as far as later answers show; each is named once.
-    pub fn next_gap(&mut self) -> Option<u64> {
+    /// Return a local number whose answer got lost, as far as later answers show. Each is named once, and again if half
+    /// a `window` of later answers, and three, have come meanwhile: then what was asked for has got lost too.
+    pub fn next_gap(&mut self, window: u16) -> Option<u64> {
         let top = self.top_answer?;
+        if self.answered_below < self.asked_below {
+            let (lowest, then) = self.asked;
+            if lowest != self.answered_below {
+                self.asked = (self.answered_below, top);
+            } else if top >= then + u64::from(window / 2) + u64::from(REORDER_TOLERANCE) {
+                self.asked_below = self.answered_below;
+            }
+        }
         self.asked_below = self.asked_below.max(self.answered_below);
         while self.asked_below < top {
             let local = self.asked_below;
@@ -226,11 +238,19 @@ impl Uplink {
                     return None;
                 }
                 self.asked_below = local + 1;
+                if local == self.answered_below {
+                    self.asked = (local, top);
+                }
                 return Some(local);
             }
             self.asked_below += 1;
         }
         None
+    }
+
+    /// Return the highest local number whose answer is here: what a gap is told from, when it is asked for.
+    pub fn top_answer(&self) -> u64 {
+        self.top_answer.unwrap_or(0)
     }
 
     /// Note a Status that echoes `token`, and call `resend` for each local number that it says is missing and
@@ -338,14 +358,29 @@ mod tests {
         (0..6).for_each(|n| up.on_sent(n, at(0)));
         for n in [1, 2] {
             assert!(up.on_answer(n, at(1)));
-            assert_eq!(up.next_gap(), None);
+            assert_eq!(up.next_gap(8), None);
         }
         up.on_answer(3, at(1));
-        assert_eq!(up.next_gap(), Some(0));
-        assert_eq!(up.next_gap(), None);
+        assert_eq!(up.next_gap(8), Some(0));
+        assert_eq!(up.next_gap(8), None);
         assert!(!up.on_answer(3, at(1)), "a second answer is not fresh");
         up.on_answer(0, at(2));
         assert_eq!(up.answered_below(), 4);
+    }
+
+    /// What is sent again can get lost as well, and nothing else would show that before a probe.
+    #[test]
+    fn a_gap_is_named_again_after_half_a_window() {
+        let mut up = Uplink::new(TIMERS, 1);
+        (0..20).for_each(|n| up.on_sent(n, at(0)));
+        let mut named = Vec::new();
+        for n in (1..20).filter(|n| *n != 2) {
+            up.on_answer(n, at(1));
+            while let Some(gap) = up.next_gap(16) {
+                named.push((n, gap));
+            }
+        }
+        assert_eq!(named, [(4, 0), (5, 2), (15, 0), (15, 2)]);
     }
 
     #[test]
@@ -452,7 +487,7 @@ mod tests {
                 prop_assert_eq!(up.on_answer(n, at(i as u64)), fresh);
                 let below = (0..).find(|k| !oracle.contains(k)).unwrap();
                 prop_assert_eq!(up.answered_below(), below);
-                while let Some(gap) = up.next_gap() {
+                while let Some(gap) = up.next_gap(u16::MAX) {
                     prop_assert!(asked.insert(gap), "named twice");
                     prop_assert!(!oracle.contains(&gap) && oracle.range(gap..).count() >= 3);
                 }

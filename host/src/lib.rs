@@ -26,6 +26,8 @@ pub use comm::{
     JoinConfig, JoinError, MessageHandle, Outcome, ShrinkError, Slowest, SplitError, Straggler, Transfer,
 };
 pub use controller::proto::Attach;
+#[cfg(feature = "snapshot")]
+pub use repair::rehearsal;
 pub use sumac_hal::ctrl::Order;
 pub use sumac_hal::ids::Rank;
 pub use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};

@@ -313,6 +313,8 @@ impl Live<'_> {
         slot.state = State::Answered;
         slot.value_crc = None;
         slot.pending = slot.bits.without(&self.group.view.out);
+        slot.overtaken = self.group.answered_top.saturating_sub(slot.local + 1) as u16;
+        self.group.answered_top = self.group.answered_top.max(slot.local + 1);
         self.common.counters.answers += slot.pending.len() as u64;
         if self.refs.is_some() {
             self.answer_references(index);
@@ -363,16 +365,23 @@ impl Live<'_> {
         slot.state != State::Free && (slot.local > local || (slot.local == local && slot.bits.contains(child)))
     }
 
-    /// Ask the child for contributions that did not arrive while three later ones did; once each.
+    /// Ask the child for contributions that did not arrive while three later ones did: once each, and again if a quarter
+    /// of the group's window has come meanwhile, as then what was sent again has got lost too.
     fn ask_for_gaps(&mut self, child: usize, now: Instant) {
+        let lowest = self.children[child].next_missing;
         while self.children[child].next_missing < self.children[child].top
             && self.is_in(child, self.children[child].next_missing)
         {
             self.children[child].next_missing += 1;
         }
-        let Child { top, next_missing, asked_below, token, addr, .. } = self.children[child];
+        let patience = self.group.window_local / 4 + u64::from(REORDER_TOLERANCE);
+        let Child { top, next_missing, asked_below, asked_at, token, addr, .. } = self.children[child];
+        let is_again = next_missing < asked_below && lowest == next_missing && top >= asked_at + patience;
+        if lowest != next_missing {
+            self.children[child].asked_at = top;
+        }
         let mut later = 0;
-        let from = next_missing.max(asked_below);
+        let from = if is_again { next_missing } else { next_missing.max(asked_below) };
         let mut gap_below = from;
         // From the top down: what has three later ones above it is lost.
         for local in (from..top).rev() {
@@ -383,7 +392,10 @@ impl Live<'_> {
             }
         }
         let Some(to) = addr.filter(|_| gap_below > from) else { return };
-        self.children[child].asked_below = gap_below;
+        self.children[child].asked_below = asked_below.max(gap_below);
+        if from == next_missing {
+            self.children[child].asked_at = top;
+        }
         for local in from..gap_below {
             if self.is_in(child, local) {
                 continue;
@@ -393,7 +405,7 @@ impl Live<'_> {
             self.common.reply(to, Repr { reason: Some(NakReason::Missing), ..nak });
             let id = self.group.config.group;
             self.common.trace.record(now, Trace::Lost(id, ChildIndex(child as u16), seq));
-            if self.group.window.cut(local, top) {
+            if local >= asked_below && self.group.window.lost(local, top, self.children.len()) {
                 self.common.counters.window_cuts += 1;
             }
         }
@@ -442,13 +454,17 @@ impl Live<'_> {
         }
     }
 
-    /// The child says that an answer did not arrive.
+    /// The child says that an answer did not arrive, though one of a later chunk (`bits`) did. That is no sign of a loss
+    /// if the later one was answered first: then the child has asked for what it is about to get.
     fn on_result_missing(&mut self, child: usize, repr: &Repr) {
         let Some(local) = self.shard().local(repr.seq) else {
             return self.common.drop_packet(DropReason::BadShard);
         };
         let index = self.slot_index(local);
-        if self.slots[index].holds(local) && self.slots[index].state == State::Answered {
+        let slot = &self.slots[index];
+        let later = self.shard().below(ChunkNo(repr.bits)).saturating_sub(local);
+        let was_overtaken = slot.overtaken >= REORDER_TOLERANCE as u16 && later <= u64::from(slot.overtaken);
+        if slot.holds(local) && slot.state == State::Answered && !was_overtaken {
             self.answer_again(child, index);
         } else {
             self.common.drop_packet(DropReason::Unexpected);

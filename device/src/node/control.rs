@@ -226,6 +226,7 @@ impl Node<'_> {
             window_local: shard.most_within(u64::from(config.window_max)),
             min_have: ChunkNo(0),
             answered_below: 0,
+            answered_top: 0,
             failed: None,
             refusal: None,
             lease_until: now + lease,

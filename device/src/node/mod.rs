@@ -34,7 +34,7 @@ mod transmit;
 pub(crate) use reference::ByReference;
 pub use reference::{Answer, AttachError, RedoSlot, Reference, References};
 #[cfg(feature = "snapshot")]
-pub use snapshot::Rest;
+pub use snapshot::{Phase, Rest};
 pub(crate) use straggler::View;
 
 use crate::group::{Child, Failure, Group};

@@ -106,11 +106,12 @@ impl Live<'_> {
     }
 
     fn ask_parent_for_gaps(&mut self) {
-        while let Some(Parent { hop, .. }) = &mut self.group.parent {
-            let Some(local) = hop.next_gap() else { return };
-            let seq = self.shard().global(local);
+        while let Some(Parent { hop, window, .. }) = &mut self.group.parent {
+            let Some(local) = hop.next_gap(*window) else { return };
+            let top = hop.top_answer();
+            let (seq, bits) = (self.shard().global(local), self.shard().global(top).0);
             let token = self.group.token;
-            self.send_up(Repr { reason: Some(NakReason::Missing), ..self.up_header(Kind::Nak, seq, token) });
+            self.send_up(Repr { reason: Some(NakReason::Missing), bits, ..self.up_header(Kind::Nak, seq, token) });
         }
     }
 

@@ -15,6 +15,21 @@ use sumac_hal::ids::GroupId;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::Uplink;
 
+/// Where a slot is in its chunk's life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Phase {
+    /// Never used in this group.
+    Free,
+    /// Some children are in.
+    Filling,
+    /// All children are in, the contribution is on its way up.
+    Up,
+    /// A refusal is on its way up.
+    Refused,
+    /// The answer is here.
+    Answered,
+}
+
 /// A node at rest without its storage: nothing waits to be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Rest {
@@ -74,6 +89,27 @@ impl Node<'_> {
         let group = self.find(group).and_then(|index| self.storage.groups[index].as_ref());
         let slots = group.map_or(&[][..], |group| &self.storage.slots[group.slots.range()]);
         slots.iter().map(|slot| (slot.state != State::Free).then_some(slot.local))
+    }
+
+    /// Return what each slot of a group holds, by local number, and where it is in that chunk's life.
+    pub fn phases(&self, group: GroupId) -> impl Iterator<Item = (u64, Phase)> {
+        let group = self.find(group).and_then(|index| self.storage.groups[index].as_ref());
+        let slots = group.map_or(&[][..], |group| &self.storage.slots[group.slots.range()]);
+        slots.iter().map(|slot| {
+            let phase = match slot.state {
+                State::Free => Phase::Free,
+                State::Filling => Phase::Filling,
+                State::Up => Phase::Up,
+                State::Refused => Phase::Refused,
+                State::Answered => Phase::Answered,
+            };
+            (slot.local, phase)
+        })
+    }
+
+    /// Return how many headers, and how many events, wait to be taken.
+    pub fn queues(&self) -> [usize; 2] {
+        [self.common.replies.len(), self.common.events.len()]
     }
 
     /// Return the local number below which a group's chunks are answered here.

@@ -31,7 +31,7 @@ pub const fn undo(request: &Request) -> Option<Request> {
 mod tests {
     use super::super::{Counters, Refusal};
     use super::*;
-    use crate::ids::{GroupId, TreeId};
+    use crate::ids::{BootId, GroupId, TreeId};
 
     #[test]
     fn one_refusal_is_the_devices() {
@@ -45,7 +45,7 @@ mod tests {
     fn stats_add_up() {
         let stats = |slots_used| {
             let counters = Counters { packets_in: 5, ..Counters::default() };
-            Stats { slots_used, slot_memory_used_bytes: 100, counters, ..Stats::default() }
+            Stats { boot_id: BootId(1), groups: 1, trees: 1, slots_used, slot_memory_used_bytes: 100, counters }
         };
         let Some(Response::Stats(sum)) = merge([3, 4].map(|slots| Response::Stats(stats(slots)))) else {
             panic!("no sum");

@@ -258,6 +258,11 @@ impl Fabric {
         self.events.first_key_value().map(|(&(at, _), _)| at)
     }
 
+    /// Return when the link of `from` has sent what it was given: before that a port would have to queue.
+    pub fn ready_at(&self, from: Addr) -> Instant {
+        self.nodes.get(&from).map_or(Instant::ZERO, |node| node.sending_until)
+    }
+
     /// Return what was counted so far.
     pub fn counters(&self) -> Counters {
         self.counters

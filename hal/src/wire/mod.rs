@@ -27,7 +27,7 @@
 //! | 58 | payload_len | u16 | bytes behind the header |
 //! | 60 | attempt | u16 | of the seq (PROTOCOL 7) |
 //! | 62 | view | u16 | down: decisions to go on without ranks that were made so far; up: 0, in a bare Late the one that is asked for |
-//! | 64 | bits | u64 | Data, Ref, Empty, Late: element count of the whole operation. Probe: bit i = the answer to the i-th seq of the same shard from `seq` on is held. Status: bit i = the child's contribution to that seq is in. Nak(Mismatch): count of the first operation seen |
+//! | 64 | bits | u64 | Data, Ref, Empty, Late: element count of the whole operation. Probe: bit i = the answer to the i-th seq of the same shard from `seq` on is held. Status: bit i = the child's contribution to that seq is in. Nak(Mismatch): count of the first operation seen. Nak(Missing), up: the highest seq that is held |
 //! | 72 | bits2 | u64 | Data, Empty and Late with LIMITED: bits 0..32 how many seqs before this one the operation begins, 32..64 how long it waits for ranks to come to it, in microseconds. Status: bit i = that seq is complete here. Nak(Mismatch): the other operation, packed by [`pack_op`] |
 //! | 80 | root | u32 | the root of rooted collectives, 0 otherwise |
 //! | 84 | slowest | u32 | up: the rank at or below the sender that was the last to contribute, and one; down: the last of all, as the root saw it; 0: unknown |

@@ -234,15 +234,7 @@ impl Lost {
         self.is_cancelled.load(Ordering::Acquire)
     }
 
-    /// Return the rank that was lost first.
-    pub(super) fn rank(&self) -> Option<Rank> {
-        if !self.is_set.load(Ordering::Acquire) {
-            return None;
-        }
-        self.news().dead.first().copied()
-    }
-
-    /// Return all ranks that are lost.
+    /// Return all ranks that are lost, the first one first.
     pub(super) fn ranks(&self) -> Vec<Rank> {
         self.news().dead.clone()
     }
@@ -269,7 +261,7 @@ mod tests {
             lost.repair(view);
             assert_eq!((lost.repair_wanted(), port.wait(Some(Duration::ZERO))), (wanted, Wake::Woken));
         }
-        assert_eq!((lost.rank(), lost.is_cancelled()), (None, false));
+        assert_eq!((lost.ranks(), lost.is_cancelled()), (vec![], false));
     }
 
     #[test]
@@ -300,7 +292,7 @@ mod tests {
         lost.set(Rank(2));
         lost.set(Rank(0));
         assert!(lost.unsettled_since(9).is_some());
-        assert_eq!((lost.rank(), lost.ranks()), (Some(Rank(2)), vec![Rank(2), Rank(0)]));
+        assert_eq!(lost.ranks(), [Rank(2), Rank(0)]);
         assert!(lost.has_controller());
         lost.controller_gone();
         assert!(!lost.has_controller());

@@ -23,6 +23,8 @@ mod verdict;
 
 pub use ops::{Buffers, OpId};
 pub(crate) use ops::{Keep, Kept, MAX_OPS, Op, Ops, Part, Seat};
+#[cfg(feature = "snapshot")]
+pub use snapshot::Progress;
 pub use verdict::{Slowest, Verdict};
 
 use crate::reference::Breach;
@@ -535,6 +537,9 @@ impl Remains for Endpoint {
     }
 
     fn is_answered(&self, seq: u64) -> bool {
+        if planted!(self, ComputedTwice) && self.failed.is_some() {
+            return false;
+        }
         let index = self.shard_of(seq);
         self.hops[index].is_answered(self.shard(index).below(ChunkNo(seq)))
     }

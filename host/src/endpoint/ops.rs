@@ -105,6 +105,12 @@ impl Kept {
     pub(crate) const fn has_bytes(&self) -> bool {
         self.len_bytes > 0
     }
+
+    /// Return how many bytes are kept here.
+    #[cfg(feature = "snapshot")]
+    pub(crate) const fn len_bytes(&self) -> usize {
+        self.len_bytes
+    }
 }
 
 impl Keep {

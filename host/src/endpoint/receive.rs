@@ -148,10 +148,13 @@ impl Endpoint {
     }
 
     fn ask_for_gaps(&mut self, index: usize) {
-        while let Some(local) = self.hops[index].next_gap() {
+        let window = self.window();
+        while let Some(local) = self.hops[index].next_gap(window) {
             let seq = self.shard(index).global(local);
             let nak = self.header(Kind::Nak, seq, self.config.salt);
-            self.replies.push_back((self.config.parents[index], Repr { reason: Some(NakReason::Missing), ..nak }));
+            let bits = self.shard(index).global(self.hops[index].top_answer()).0;
+            let nak = Repr { reason: Some(NakReason::Missing), bits, ..nak };
+            self.replies.push_back((self.config.parents[index], nak));
         }
     }
 

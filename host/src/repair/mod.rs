@@ -21,6 +21,8 @@ mod ballot;
 mod decide;
 mod ledger;
 mod plan;
+#[cfg(feature = "snapshot")]
+pub mod rehearsal;
 mod remains;
 #[cfg(test)]
 mod tests;

@@ -143,11 +143,28 @@ impl Cluster<'_, '_> {
                 self.attacker.sent += 1;
             }
         }
+        if self.attacker.draw.chance(FLOODS_PER_MILLE) {
+            self.flood(&scene);
+        }
         if self.attacker.sent < ATTACKS_MAX {
             let pause = self.attacker.draw.one_of(&[1_000, 10_000, 100_000, 1_000_000]);
             let next = self.now + Duration::from_nanos(self.attacker.draw.below(pause));
             self.schedule(next, Alarm::Attack);
         }
+    }
+}
+
+impl Cluster<'_, '_> {
+    /// Ask a device so much at once that its queue of replies overflows.
+    fn flood(&mut self, scene: &Scene<'_>) {
+        let rank = self.attacker.draw.below(scene.ranks as u64) as usize;
+        let config = scene.wiring.endpoint(scene.options, (rank, scene.group), 0, scene.epoch);
+        let probe = Repr { count: 1, ..Repr::new(Kind::Probe, config.group, config.epoch, config.child, config.key) };
+        let bytes = sealed(probe, &[]);
+        for _ in 0..FLOOD_PACKETS {
+            self.fabric.send(self.now, rank_addr(rank, scene.group), config.parents[0], &bytes);
+        }
+        self.attacker.sent += FLOOD_PACKETS;
     }
 }
 
@@ -165,5 +182,9 @@ fn sealed(repr: Repr, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
+/// More than a device has room for replies, and as many as a port may hand over at once.
+const FLOOD_PACKETS: u64 = 128;
+/// How often there is one.
+const FLOODS_PER_MILLE: u64 = 20;
 const MEMORY_PACKETS: usize = 64;
 const ATTACKS_MAX: u64 = 3_000;

@@ -70,8 +70,13 @@ impl Cluster<'_, '_> {
         let complete = member.error.is_none() && member.done == all;
         match &self.options.scenario {
             Scenario::Mismatch { group: wrong, op, .. } if *wrong == group => {
-                let told = matches!(member.error, Some(EndpointError::Mismatch { .. })) && member.done == *op as u64;
-                (!told).then(|| format!("a mismatch after {op} operations"))
+                let told = match member.error {
+                    Some(EndpointError::Mismatch { .. }) => !self.options.scenario.is_unsupported(),
+                    Some(EndpointError::Unsupported(_)) => self.options.scenario.is_unsupported(),
+                    _ => false,
+                };
+                let told = told && member.done == *op as u64;
+                (!told).then(|| format!("a mismatch, or what can't be done, after {op} operations"))
             }
             Scenario::Death { .. } | Scenario::Restart { again: false, .. } => {
                 let lost = matches!(member.error, Some(EndpointError::PathLost | EndpointError::GroupLost));
@@ -94,8 +99,12 @@ impl Cluster<'_, '_> {
             let member = &members[group];
             let found = &member.memory.ops[op];
             let before = OpMemory::before(options, self.life, group, rank, op);
-            let after = before.after(&desc, options.ranks, rank, &results);
+            let mut after = before.after(&desc, options.ranks, rank, &results);
             let is_done = (op as u64) < member.done;
+            if is_done && options.repairs() {
+                // What was there has been checked, and the caller has used its buffers since.
+                after.scribble();
+            }
             if is_done || differs {
                 if let Some((byte, [found, expected])) = found.first_difference(&after) {
                     return Err(Violation::Wrong { group, rank, op, byte, found, expected });
@@ -105,6 +114,24 @@ impl Cluster<'_, '_> {
             }
         }
         Ok(())
+    }
+
+    /// Return the results of an operation; they are worked out once a run.
+    pub(super) fn results_of(&mut self, group: usize, op: usize) -> &[Vec<u8>] {
+        let (options, life) = (self.options, self.life);
+        self.results.entry((group, op)).or_insert_with(|| results(options, life, group, op))
+    }
+
+    /// Compare an operation that returns now with the oracle.
+    pub(super) fn check_op_at(&mut self, rank: usize, group: usize, op: usize) -> Result<(), Violation> {
+        let options = self.options;
+        let desc = options.groups[group].ops[op];
+        let before = OpMemory::before(options, self.life, group, rank, op);
+        let after = before.after(&desc, options.ranks, rank, self.results_of(group, op));
+        match self.members[rank][group].memory.ops[op].first_difference(&after) {
+            Some((byte, [found, expected])) => Err(Violation::Wrong { group, rank, op, byte, found, expected }),
+            None => Ok(()),
+        }
     }
 
     /// All ranks of a group that were told of a mismatch were told the same, and it is true.
@@ -117,6 +144,7 @@ impl Cluster<'_, '_> {
                 Some(EndpointError::Mismatch { first, other }) => {
                     first != other && calls.contains(&first) && calls.contains(&other)
                 }
+                Some(EndpointError::Unsupported(desc)) => calls.contains(&desc),
                 _ => false,
             };
             if !truth || told(rank) != told(0) {
@@ -133,9 +161,10 @@ impl Cluster<'_, '_> {
         if self.fabric.in_flight() > 0 {
             return Err(Violation::NotQuiet { who: "the fabric".to_owned() });
         }
-        for (index, device) in self.devices.iter_mut().enumerate() {
-            for node in &mut device.shards {
-                let wakes = node.poll_timeout().is_some_and(|at| at < self.now + A_LEASE_AT_LEAST);
+        for index in 0..self.devices.len() {
+            let now = self.device_time(index);
+            for node in &mut self.devices[index].shards {
+                let wakes = node.poll_timeout().is_some_and(|at| at < now + A_LEASE_AT_LEAST);
                 if node.poll_destination().is_some() || wakes {
                     return Err(Violation::NotQuiet { who: format!("device {index}") });
                 }
@@ -194,7 +223,8 @@ impl Cluster<'_, '_> {
         // Whoever waits asks, ever less often; what is lost is sent again, and asked for.
         let chunks: u64 = (0..self.options.groups.len()).filter_map(|group| ends(self.options, group, 0).last()).sum();
         let asked = (self.now - Instant::ZERO).as_millis() as u64 / 25;
-        let limit = links * (PACKETS_A_CHUNK * chunks + PACKETS_A_PROBE * (asked + 16)) * (self.life + 1);
+        let lives = self.life + 1 + self.view_changes;
+        let limit = links * (PACKETS_A_CHUNK * chunks + PACKETS_A_PROBE * (asked + 16)) * lives;
         within("packets sent", self.fabric.counters().sent, limit + 4 * self.attacker.sent())
     }
 
@@ -213,8 +243,11 @@ impl Cluster<'_, '_> {
 
     /// What a rank was told that every rank has, every rank has.
     pub(super) fn check_stable(&self, group: usize, rank: usize) -> Result<(), Violation> {
-        let stable = self.members[rank][group].endpoint.stable().0;
-        let have = self.members.iter().map(|members| members[group].endpoint.have().0).min().unwrap_or(0);
+        let Member { endpoint, view, .. } = &self.members[rank][group];
+        let stable = endpoint.stable().0;
+        // Who has yet to come to this view has nothing of it.
+        let have = |member: &Member| if member.view == *view { member.endpoint.have().0 } else { 0 };
+        let have = self.members.iter().map(|members| have(&members[group])).min().unwrap_or(0);
         within("chunks said to be stable", stable, have)
     }
 
@@ -223,7 +256,9 @@ impl Cluster<'_, '_> {
         let mut kept = 0;
         for (rank, members) in self.members.iter().enumerate() {
             for (group, member) in members.iter().enumerate() {
-                let ends = ends(self.options, group, rank).take_while(|&end| end <= member.endpoint.stable().0);
+                let before = before(self.options, group, rank, member.first);
+                let ends = ends(self.options, group, rank).skip(member.first).map(|end| end - before);
+                let ends = ends.take_while(|&end| end <= member.endpoint.stable().0);
                 kept += ends.filter(|end| member.endpoint.kept(ChunkNo(end - 1)).is_some()).count() as u64;
             }
         }
@@ -232,9 +267,14 @@ impl Cluster<'_, '_> {
 
     /// Groups that nobody speaks for any more are gone when their lease is, with all that they held.
     fn check_leases(&mut self) -> Result<(), Violation> {
-        let end = self.now + Duration::from_millis(u64::from(LEASE_MS) + 1);
-        for node in self.devices.iter_mut().filter(|device| device.alive).flat_map(|device| &mut device.shards) {
+        let lease = Duration::from_millis(u64::from(LEASE_MS) + 1);
+        let ends: Vec<Instant> = (0..self.devices.len()).map(|device| self.device_time(device) + lease).collect();
+        let alive = self.devices.iter_mut().zip(ends).filter(|(device, _)| device.alive);
+        for (node, end) in alive.flat_map(|(device, end)| device.shards.iter_mut().map(move |node| (node, end))) {
             node.handle_timeout(end);
+            while let Some(event) = node.poll_event() {
+                self.seen.device_event(event);
+            }
             let stats = node.stats();
             equal("groups behind their lease", stats.groups.into(), 0)?;
             equal("slots behind their lease", stats.slots_used.into(), 0)?;
@@ -260,7 +300,7 @@ pub(super) fn check_return(
     if desc.collective != Collective::AllReduce || desc.count == 0 {
         return Ok(());
     }
-    let first = op.checked_sub(1).and_then(|before| ends(options, group, rank).nth(before)).unwrap_or(0);
+    let first = before(options, group, rank, op) - before(options, group, rank, member.first);
     for (chunk, elements) in chunks(&desc, options.ranks, options.chunk_len_bytes).iter().enumerate() {
         let seq = ChunkNo(first + chunk as u64);
         let result = member.memory.ops[op].result(elements, desc.element_bytes());
@@ -269,6 +309,11 @@ pub(super) fn check_return(
         }
     }
     Ok(())
+}
+
+/// Return the seqs of a rank's operations before operation `op`.
+fn before(options: &Options, group: usize, rank: usize, op: usize) -> u64 {
+    op.checked_sub(1).and_then(|last| ends(options, group, rank).nth(last)).unwrap_or(0)
 }
 
 /// Return the seq after each of a rank's operations, in order: one without elements is one chunk.

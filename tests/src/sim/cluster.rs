@@ -5,22 +5,28 @@
 
 use super::attack::Attacker;
 use super::check::check_return;
+use super::clock::{Clock, Whose};
+use super::controller::Controller;
+use super::coverage::{Mark, Seen, Slots};
 use super::incident::Alarm;
-use super::options::Options;
+use super::loss::{Pending, Point};
+use super::options::{Draw, Options};
+use super::repair::{Mail, Record, Way, is_loss_of_tree};
 use super::report::{Report, Violation};
 use super::scenario::Scenario;
 use super::setup::{Member, Tables, boot, draw_posts, install};
-use super::wiring::{EPOCH, Owner, Wiring, count_nodes, node_addr, owner, rank_addr, sharer};
+use super::wiring::{EPOCH, Owner, Wiring, child_key, group_id, node_addr, owner, rank_addr, sharer};
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 use sumac::endpoint::Event;
 use sumac_device::Node;
 use sumac_hal::ctrl::Counters;
-use sumac_hal::emu::{Fabric, NthPacket};
-use sumac_hal::ids::Epoch;
+use sumac_hal::emu::{Delivery, Fabric, NthPacket};
+use sumac_hal::ids::{ChildIndex, Epoch};
 use sumac_hal::op::Path;
 use sumac_hal::time::Instant;
+use sumac_hal::wire::{HEADER_LEN, Kind, Packet, Repr};
 
 /// Calls still to be made: (when, number) to (rank, group, operation).
 pub(super) type Posts = BTreeMap<(Instant, u64), (usize, usize, usize)>;
@@ -30,6 +36,12 @@ pub(super) type Posts = BTreeMap<(Instant, u64), (usize, usize, usize)>;
 pub(super) enum Actor {
     Node { device: usize, shard: usize },
     Rank { rank: usize, group: usize },
+}
+
+/// A place of a group: a tree on certain devices, and the epoch in which the group lives there.
+pub(super) struct Assignment {
+    pub(super) wiring: Wiring,
+    pub(super) epoch: Epoch,
 }
 
 /// A device, and the memory of its next life.
@@ -53,7 +65,7 @@ pub(super) struct Cluster<'o, 'm> {
     /// How often all ranks began again.
     pub(super) life: u64,
     /// Ranks that have called an operation in this life, by group and operation.
-    called: BTreeMap<(usize, usize), usize>,
+    pub(super) called: BTreeMap<(usize, usize), usize>,
     pub(super) now: Instant,
     pub(super) touched: BTreeSet<Actor>,
     timers: BTreeSet<(Instant, Actor)>,
@@ -66,6 +78,27 @@ pub(super) struct Cluster<'o, 'm> {
     pub(super) shared_copies: u64,
     /// Counters of lives that are over.
     pub(super) past: Counters,
+    pub(super) seen: Seen,
+    /// By device and shard.
+    slots: BTreeMap<(usize, usize), Slots>,
+    alarm_numbers: u64,
+    /// Where groups that repair have been, and are.
+    pub(super) assignments: Vec<Assignment>,
+    /// Which of these a group is at, on a device.
+    pub(super) placed: BTreeMap<(usize, usize), usize>,
+    pub(super) controller: Controller,
+    pub(super) pending: Vec<Pending>,
+    /// Messages between ranks, and to and from the controller.
+    pub(super) letters: BTreeMap<(Instant, u64), Mail>,
+    pub(super) mail_numbers: u64,
+    pub(super) mail_last: BTreeMap<(usize, usize), Instant>,
+    pub(super) mail_draw: Draw,
+    /// Of each group's repairs, by view.
+    pub(super) records: BTreeMap<(usize, u32), Record>,
+    /// What operations give, once it was asked for.
+    pub(super) results: BTreeMap<(usize, usize), Vec<Vec<u8>>>,
+    pub(super) view_changes: u64,
+    pub(super) repair_bytes: u64,
 }
 
 /// Run a cluster to its end.
@@ -89,7 +122,7 @@ pub fn record(options: &Options) -> (Result<Report, Violation>, Vec<NthPacket>) 
 
 /// Wire and boot a cluster, and lend it to `work`.
 fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) -> Result<R, Violation> {
-    let count = options.trees.iter().map(count_nodes).max().unwrap_or(0);
+    let count = options.devices();
     let wirings: Vec<Wiring> = (0..options.trees.len()).map(|tree| Wiring::new(options, tree, count)).collect();
     let shards = usize::from(options.shards);
     let mut tables: Vec<Tables> =
@@ -100,7 +133,8 @@ fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) ->
         let mut booted = Vec::new();
         for shard in 0..options.shards {
             let mut node = boot(options, device, shard, 0, lent.next().expect("two lives each"));
-            install(&mut node, options, &wirings, device, EPOCH, Instant::ZERO)?;
+            let now = Clock::draw(options.seed, Whose::Device(device)).at(Instant::ZERO);
+            install(&mut node, options, &wirings, device, EPOCH, now)?;
             booted.push(node);
         }
         devices.push(Device { shards: booted, spare: lent.by_ref().take(shards).collect(), alive: true });
@@ -129,7 +163,26 @@ fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) ->
         shared_sent: 0,
         shared_copies: 0,
         past: Counters::default(),
+        seen: Seen::default(),
+        slots: BTreeMap::new(),
+        alarm_numbers: 0,
+        assignments: Vec::new(),
+        placed: BTreeMap::new(),
+        controller: Controller::new(options.seed, EPOCH),
+        pending: Vec::new(),
+        letters: BTreeMap::new(),
+        mail_numbers: 0,
+        mail_last: BTreeMap::new(),
+        mail_draw: Draw::new(options.seed ^ 0x6d61_696c),
+        records: BTreeMap::new(),
+        results: BTreeMap::new(),
+        view_changes: 0,
+        repair_bytes: 0,
     };
+    if options.repairs() {
+        cluster.assign_first();
+    }
+    cluster.seen.note(Mark::GroupCreated);
     cluster.begin();
     cluster.schedule_scenario();
     Ok(work(&mut cluster))
@@ -149,6 +202,32 @@ impl Cluster<'_, '_> {
             let message = text.or_else(|| panic.downcast_ref::<String>().cloned());
             Err(Violation::Panicked { message: message.unwrap_or_else(|| "without a message".to_owned()) })
         })
+    }
+
+    /// Note where all groups are before anything is lost.
+    fn assign_first(&mut self) {
+        for group in 0..self.options.groups.len() {
+            let wiring = Wiring::new(self.options, self.options.tree(group), self.devices.len());
+            self.placed.extend(wiring.nodes.iter().map(|node| ((node.device, group), group)));
+            self.assignments.push(Assignment { wiring, epoch: EPOCH });
+        }
+    }
+
+    /// Return the tree that a rank's group is on.
+    pub(super) fn wiring_of(&self, rank: usize, group: usize) -> &Wiring {
+        match self.members[rank][group].way {
+            Way::Tree(Some(tree)) => &self.assignments[tree].wiring,
+            _ => &self.wirings[self.options.tree(group)],
+        }
+    }
+
+    /// Return the tree in which a device serves a group, and a number that tells it from others of that group.
+    fn wiring_at(&self, device: usize, group: usize) -> Option<(&Wiring, u32)> {
+        if self.options.repairs() {
+            let tree = *self.placed.get(&(device, group))?;
+            return Some((&self.assignments[tree].wiring, tree as u32));
+        }
+        Some((&self.wirings[self.options.tree(group)], self.life as u32))
     }
 
     /// Let all ranks begin their calls in the present epoch.
@@ -182,7 +261,8 @@ impl Cluster<'_, '_> {
     fn turn(&mut self, next: Instant) -> Result<(), Violation> {
         self.now = self.now.max(next);
         self.sound_alarms()?;
-        self.post_due();
+        self.mail_due()?;
+        self.post_due()?;
         self.deliver_due();
         self.time_out_due();
         self.ask_touched()?;
@@ -211,46 +291,66 @@ impl Cluster<'_, '_> {
         Violation::Hang { at: self.now - Instant::ZERO, waiting: self.waiting(), group, rank, done }
     }
 
+    pub(super) fn schedule(&mut self, at: Instant, alarm: Alarm) {
+        self.alarm_numbers += 1;
+        self.alarms.insert((at, self.alarm_numbers), alarm);
+    }
+
     fn next_event(&self) -> Option<Instant> {
         let posts = self.posts.keys().next().map(|&(at, _)| at);
         let alarms = self.alarms.keys().next().map(|&(at, _)| at);
         let timers = self.timers.first().map(|&(at, _)| at);
-        [posts, alarms, timers, self.fabric.next_event()].into_iter().flatten().min()
+        let letters = self.letters.keys().next().map(|&(at, _)| at);
+        [posts, alarms, timers, letters, self.fabric.next_event()].into_iter().flatten().min()
     }
 
-    fn post_due(&mut self) {
+    fn post_due(&mut self) -> Result<(), Violation> {
         while let Some(entry) = self.posts.first_entry().filter(|entry| entry.key().0 <= self.now) {
             let (rank, group, op) = entry.remove();
             let member = &mut self.members[rank][group];
+            member.called += 1;
+            *self.called.entry((group, op)).or_default() += 1;
+            if member.way == Way::Schedules {
+                self.enter_schedule(rank, group)?;
+                continue;
+            }
+            // Where the tree is lost already, it is posted again on the next.
             let posted = member.endpoint.post(self.options.call(group, rank, op), Path::Tree);
             assert!(posted.is_ok() || member.endpoint.error().is_some(), "{posted:?}");
-            *self.called.entry((group, op)).or_default() += 1;
             self.touched.insert(Actor::Rank { rank, group });
         }
+        Ok(())
     }
 
     /// Deliver a burst, as a board's loop takes it in before it sends again; the rest at the same time next turn.
     fn deliver_due(&mut self) {
-        for _ in 0..BURST_PACKETS {
+        for _ in 0..self.options.burst() {
             let Some(delivery) = self.fabric.poll_delivery(self.now) else { return };
+            self.note_packet(&delivery);
             match owner(delivery.to) {
                 Owner::Node { device, shard } => {
                     if self.devices[device].alive {
+                        let now = self.device_time(device);
                         let node = &mut self.devices[device].shards[shard];
+                        let before = node.counters().completed;
                         match delivery.is_marked {
-                            true => node.handle_marked(delivery.from, &delivery.bytes, self.now),
-                            false => node.handle(delivery.from, &delivery.bytes, self.now),
+                            true => node.handle_marked(delivery.from, &delivery.bytes, now),
+                            false => node.handle(delivery.from, &delivery.bytes, now),
+                        }
+                        for _ in before..node.counters().completed {
+                            self.reach(Point::Completed, Some(device));
                         }
                         self.touched.insert(Actor::Node { device, shard });
                     }
                 }
                 Owner::Rank { rank, group } => {
+                    let now = self.rank_time(rank);
                     // The attacker's own group has no members.
                     if let Some(member) = self.members[rank].get_mut(group) {
                         let Member { endpoint, memory, .. } = member;
                         match delivery.is_marked {
-                            true => endpoint.handle_marked(delivery.from, &delivery.bytes, memory, self.now),
-                            false => endpoint.handle(delivery.from, &delivery.bytes, memory, self.now),
+                            true => endpoint.handle_marked(delivery.from, &delivery.bytes, memory, now),
+                            false => endpoint.handle(delivery.from, &delivery.bytes, memory, now),
                         }
                         self.touched.insert(Actor::Rank { rank, group });
                     }
@@ -268,8 +368,14 @@ impl Cluster<'_, '_> {
             self.timers.iter().take_while(|(at, _)| *at <= self.now).map(|&(_, actor)| actor).collect();
         for actor in due {
             match actor {
-                Actor::Node { device, shard } => self.devices[device].shards[shard].handle_timeout(self.now),
-                Actor::Rank { rank, group } => self.members[rank][group].endpoint.handle_timeout(self.now),
+                Actor::Node { device, shard } => {
+                    let now = self.device_time(device);
+                    self.devices[device].shards[shard].handle_timeout(now);
+                }
+                Actor::Rank { rank, group } => {
+                    let now = self.rank_time(rank);
+                    self.members[rank][group].endpoint.handle_timeout(now);
+                }
             }
             self.touched.insert(actor);
         }
@@ -294,53 +400,145 @@ impl Cluster<'_, '_> {
     }
 
     fn ask_node(&mut self, device: usize, shard: usize) -> Option<Instant> {
+        let now = self.device_time(device);
+        let from = node_addr(device, shard as u16);
+        // A port whose link is busy takes nothing more, and asks again when it is not.
+        while self.devices[device].alive && self.fabric.ready_at(from) <= self.now {
+            let node = &mut self.devices[device].shards[shard];
+            let Some(sent) = node.poll_transmit(&mut self.buffer, now) else { break };
+            let bytes = &self.buffer[..sent.len_bytes];
+            if let Some(sharer) = sharer(sent.to) {
+                // Copies part where they are made, each with a fate of its own.
+                let wiring = self.wiring_at(device, sharer.1);
+                let listeners = wiring.map_or_else(Vec::new, |(wiring, _)| wiring.listeners(self.options, sharer));
+                listeners.iter().for_each(|&to| self.fabric.send(self.now, from, to, bytes));
+                self.shared_sent += 1;
+                self.shared_copies += listeners.len() as u64;
+            } else {
+                self.fabric.send(self.now, from, sent.to, bytes);
+            }
+            self.reach(Point::Sent, Some(device));
+        }
         if !self.devices[device].alive {
             return None;
         }
         let node = &mut self.devices[device].shards[shard];
-        let from = node_addr(device, shard as u16);
-        while let Some(sent) = node.poll_transmit(&mut self.buffer, self.now) {
-            let bytes = &self.buffer[..sent.len_bytes];
-            let Some(sharer) = sharer(sent.to) else {
-                self.fabric.send(self.now, from, sent.to, bytes);
-                continue;
-            };
-            // Copies part where they are made, each with a fate of its own.
-            let listeners = self.wirings[self.options.tree(sharer.1)].listeners(self.options, sharer);
-            listeners.iter().for_each(|&to| self.fabric.send(self.now, from, to, bytes));
-            self.shared_sent += 1;
-            self.shared_copies += listeners.len() as u64;
+        while let Some(event) = node.poll_event() {
+            self.seen.device_event(event);
         }
-        while node.poll_event().is_some() {}
-        node.poll_timeout()
+        let clock = Clock::draw(self.options.seed, Whose::Device(device));
+        let busy = Some(self.fabric.ready_at(from)).filter(|&at| at > self.now && node.poll_destination().is_some());
+        let wake_at = node.poll_timeout().map(|at| clock.when(at)).into_iter().chain(busy).min();
+        self.look_at_slots(device, shard);
+        wake_at
+    }
+
+    fn look_at_slots(&mut self, device: usize, shard: usize) {
+        for group in 0..self.options.all_groups() {
+            let Some((wiring, life)) = self.wiring_at(device, group) else { continue };
+            let Some(place) = wiring.nodes.iter().find(|node| node.device == device) else { continue };
+            let is_root = place.parent.is_none();
+            let slots = self.slots.entry((device, shard)).or_default();
+            slots.look(&self.devices[device].shards[shard], (group_id(group), life), is_root, &mut self.seen);
+        }
+    }
+
+    /// What a device's clock says.
+    pub(super) fn device_time(&self, device: usize) -> Instant {
+        Clock::draw(self.options.seed, Whose::Device(device)).at(self.now)
+    }
+
+    fn rank_time(&self, rank: usize) -> Instant {
+        Clock::draw(self.options.seed, Whose::Rank(rank)).at(self.now)
+    }
+
+    /// Note what arrived, if it is what it says. (A checksum is worth its time only where a damaged packet would pass
+    /// for something rare.)
+    fn note_packet(&mut self, delivery: &Delivery) {
+        let bytes = &delivery.bytes[..];
+        if bytes.len() < HEADER_LEN {
+            return;
+        }
+        let header = Packet::new_unchecked(bytes);
+        let kind = Kind::from_wire(header.kind());
+        let is_rare = matches!(kind, Some(Kind::Nak | Kind::Ref));
+        let Some(repr) = Repr::parse(&header).ok().filter(|_| !is_rare || Packet::new_checked(bytes).is_ok()) else {
+            return;
+        };
+        let (from, to) = (owner(delivery.from), owner(delivery.to));
+        let below = |parent: usize| {
+            let group = (repr.group.0.wrapping_sub(group_id(0).0)) as usize;
+            let is_known = group < self.options.all_groups();
+            is_known && child_key(self.options, parent, group, repr.epoch, repr.child) == repr.key
+        };
+        let is_up = match (&from, &to) {
+            (_, Owner::Node { device, .. }) if below(*device) => true,
+            (Owner::Node { device, .. }, _) if below(*device) || repr.child == ChildIndex::ALL => false,
+            // Nobody's: forged.
+            _ => return,
+        };
+        self.seen.packet(&repr, is_up);
     }
 
     fn ask_rank(&mut self, rank: usize, group: usize) -> Result<Option<Instant>, Violation> {
-        let mut returned = false;
+        let now = self.rank_time(rank);
         let member = &mut self.members[rank][group];
         let from = rank_addr(rank, group);
-        while let Some(sent) = member.endpoint.poll_transmit(&member.memory, &mut self.buffer, self.now) {
+        while self.fabric.ready_at(from) <= self.now
+            && let Some(sent) = member.endpoint.poll_transmit(&member.memory, &mut self.buffer, now)
+        {
             self.fabric.send(self.now, from, sent.to, &self.buffer[..sent.len_bytes]);
         }
-        while let Some(event) = member.endpoint.poll_event() {
+        if self.collect(rank, group)? {
+            self.check_stable(group, rank)?;
+        }
+        let member = &mut self.members[rank][group];
+        let clock = Clock::draw(self.options.seed, Whose::Rank(rank));
+        let busy = self.fabric.ready_at(rank_addr(rank, group));
+        let busy = Some(busy).filter(|&at| at > self.now && member.endpoint.poll_destination().is_some());
+        let wake_at = member.endpoint.poll_timeout().map(|at| clock.when(at)).into_iter().chain(busy).min();
+        let progress = member.endpoint.progress();
+        if progress != member.progress {
+            self.seen.endpoint(&member.progress, &progress);
+            member.progress = progress;
+        }
+        Ok(wake_at)
+    }
+
+    /// Take what a rank's endpoint has to say; true if an operation has returned.
+    pub(super) fn collect(&mut self, rank: usize, group: usize) -> Result<bool, Violation> {
+        let mut returned = false;
+        loop {
+            let member = &mut self.members[rank][group];
+            let Some(event) = member.endpoint.poll_event() else { return Ok(returned) };
+            let expected = member.done.wrapping_sub(member.first as u64);
             match event {
-                Event::Completed(id) if id.0 == member.done && member.error.is_none() => {
-                    check_return(self.options, member, (group, rank, id.0 as usize), &self.called)?;
-                    member.done += 1;
+                Event::Completed(id) if id.0 == expected && member.error.is_none() => {
+                    check_return(self.options, member, (group, rank, member.done as usize), &self.called)?;
+                    self.seen.note(Mark::OpReturned);
                     returned = true;
+                    if self.options.repairs() {
+                        self.finish_op(rank, group)?;
+                    } else {
+                        member.done += 1;
+                    }
                 }
                 Event::Completed(id) => {
-                    return Err(Violation::Completion { group, rank, found: id.0, expected: member.done });
+                    return Err(Violation::Completion { group, rank, found: id.0, expected });
                 }
-                Event::Failed(error) => member.error = Some(error),
+                // It was frozen: there is no news in that.
+                Event::Failed(_) if member.repair.is_some() || member.way == Way::Schedules => {}
+                Event::Failed(error) => {
+                    self.seen.endpoint_error(error);
+                    if self.options.repairs() && is_loss_of_tree(error) {
+                        self.lose_tree(rank, group)?;
+                    } else {
+                        member.error = Some(error);
+                    }
+                }
                 other => panic!("unknown event {other:?}"),
             }
         }
-        let wake_at = member.endpoint.poll_timeout();
-        if returned {
-            self.check_stable(group, rank)?;
-        }
-        Ok(wake_at)
     }
 
     fn report(&self) -> Report {
@@ -357,6 +555,10 @@ impl Cluster<'_, '_> {
             marked: links.marked,
             counters,
             attacks: self.attacker.sent(),
+            seen: self.seen,
+            view_changes: self.view_changes,
+            repairs: self.seen.count(Mark::OpRepaired),
+            repair_bytes: self.repair_bytes,
             ..Report::default()
         };
         for member in self.members.iter().flatten() {
@@ -375,9 +577,6 @@ impl Cluster<'_, '_> {
         self.in_flight_most
     }
 }
-
-/// What a port hands to its node in one go.
-const BURST_PACKETS: usize = 32;
 
 /// No run of these sizes needs this long, whatever the faults.
 const TIME_LIMIT: Duration = Duration::from_secs(600);

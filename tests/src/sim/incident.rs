@@ -1,12 +1,14 @@
 //! What happens to a cluster at set moments: deaths, restarts, what the controller does then, attacks.
 
 use super::cluster::{Actor, Cluster};
+use super::coverage::Mark;
+use super::loss::Ill;
 use super::report::Violation;
 use super::scenario::Scenario;
 use super::setup::{boot, install};
 use super::wiring::{TIMERS, count_levels, group_id};
 use std::time::Duration;
-use sumac_hal::ctrl::Request;
+use sumac_hal::ctrl::{Request, Response};
 use sumac_hal::time::Instant;
 
 /// Something that happens at a set moment.
@@ -23,12 +25,25 @@ pub(super) enum Alarm {
     BeginAgain,
     /// The attacker sends something.
     Attack,
+    /// Something is lost.
+    Strike(Ill),
+    /// The controller is back.
+    ControllerUp,
+    /// The controller asks a device for the next place of a tree.
+    Reserve { group: usize, tree: usize },
+    /// The controller tries other devices.
+    PlanAgain { group: usize },
+    /// A rank says once more that its tree is lost.
+    SuspectAgain { rank: usize, group: usize, view: u32 },
+    /// A rank does not wait for the controller any longer.
+    ReplanLimit { rank: usize, group: usize, view: u32 },
 }
 
 impl Cluster<'_, '_> {
     pub(super) fn schedule_scenario(&mut self) {
         let zero = Instant::ZERO;
         match self.options.scenario {
+            Scenario::Repair { ref losses } => self.schedule_losses(losses),
             Scenario::Calm | Scenario::Mismatch { .. } => {}
             Scenario::Hostile => self.schedule(zero, Alarm::Attack),
             Scenario::Death { device, at } => {
@@ -47,10 +62,6 @@ impl Cluster<'_, '_> {
         }
     }
 
-    pub(super) fn schedule(&mut self, at: Instant, alarm: Alarm) {
-        self.alarms.insert((at, self.alarms.len() as u64), alarm);
-    }
-
     /// When everybody below a device that was lost at `at` has to know: `T_dead` a level after the last call, and
     /// some time for lossy links and for those that are cut or slow for a while.
     fn told_by(&self, at: Duration) -> Instant {
@@ -67,12 +78,18 @@ impl Cluster<'_, '_> {
                 Alarm::GiveUp(device) => self.give_up(device)?,
                 Alarm::BeginAgain => self.begin_again()?,
                 Alarm::Attack => self.attack(),
+                Alarm::Strike(ill) => self.strike(ill),
+                Alarm::ControllerUp => self.start_controller(),
+                Alarm::Reserve { group, tree } => self.reserve(group, tree)?,
+                Alarm::PlanAgain { group } => self.plan_again(group),
+                Alarm::SuspectAgain { rank, group, view } => self.suspect_again((rank, group), view),
+                Alarm::ReplanLimit { rank, group, view } => self.replan_limit((rank, group), view)?,
             }
         }
         Ok(())
     }
 
-    fn restart(&mut self, index: usize) {
+    pub(super) fn restart(&mut self, index: usize) {
         let device = &mut self.devices[index];
         device.shards.iter().for_each(|node| self.past.merge(node.counters()));
         let lives = (0_u16..).zip(device.spare.drain(..));
@@ -91,10 +108,13 @@ impl Cluster<'_, '_> {
             }
         }
         for device in 0..self.devices.len() {
+            let now = self.device_time(device);
             for node in &mut self.devices[device].shards {
                 for group in 0..self.options.groups.len() {
                     // Refused where the group never was, or is not any more.
-                    node.control(&Request::ReleaseGroup(group_id(group)), self.now);
+                    if node.control(&Request::ReleaseGroup(group_id(group)), now) == Response::Done {
+                        self.seen.note(Mark::GroupReleased);
+                    }
                 }
             }
             self.touch_device(device);
@@ -106,9 +126,12 @@ impl Cluster<'_, '_> {
         self.check_results()?;
         self.epoch = self.options.planted.next_epoch(self.epoch);
         for device in 0..self.devices.len() {
+            let now = self.device_time(device);
             for node in &mut self.devices[device].shards {
-                node.control(&Request::Reset, self.now);
-                install(node, self.options, self.wirings, device, self.epoch, self.now)?;
+                node.control(&Request::Reset, now);
+                self.seen.note(Mark::GroupReset);
+                self.seen.note(Mark::GroupCreated);
+                install(node, self.options, self.wirings, device, self.epoch, now)?;
             }
             self.touch_device(device);
         }
@@ -120,7 +143,7 @@ impl Cluster<'_, '_> {
         Ok(())
     }
 
-    fn touch_device(&mut self, device: usize) {
+    pub(super) fn touch_device(&mut self, device: usize) {
         self.touched.extend((0..usize::from(self.options.shards)).map(|shard| Actor::Node { device, shard }));
     }
 }

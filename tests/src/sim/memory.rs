@@ -10,12 +10,14 @@ use sumac_hal::op::{Collective, OpDesc};
 
 /// A rank's buffers in one group, by operation.
 pub(super) struct Memory {
+    /// The operation that its endpoint calls the first.
+    pub(super) first: usize,
     pub(super) ops: Vec<OpMemory>,
 }
 
 impl Buffers for Memory {
     fn input(&self, op: OpId) -> &[u8] {
-        let op = &self.ops[op.0 as usize];
+        let op = &self.ops[self.first + op.0 as usize];
         match (op.in_place, op.collective) {
             (false, _) => &op.input,
             (true, Collective::AllGather) => &op.output[op.own.clone()],
@@ -24,7 +26,7 @@ impl Buffers for Memory {
     }
 
     fn output(&mut self, op: OpId) -> &mut [u8] {
-        let op = &mut self.ops[op.0 as usize];
+        let op = &mut self.ops[self.first + op.0 as usize];
         match (op.in_place, op.collective) {
             (true, Collective::ReduceScatter) => &mut op.output[op.own.clone()],
             _ => &mut op.output,
@@ -46,6 +48,9 @@ pub(super) struct OpMemory {
 
 /// What lies in an output where nothing was written.
 const UNTOUCHED: u8 = 0x5a;
+
+/// What a caller writes over its buffers once they are its own again.
+const GARBAGE: u8 = 0xee;
 
 impl OpMemory {
     /// The buffers of `rank` as it calls operation `op`.
@@ -72,6 +77,12 @@ impl OpMemory {
         };
         let own = own.start * size..own.end * size;
         Self { collective: desc.collective, in_place, own, input, output }
+    }
+
+    /// The operation has returned: the caller uses its buffers for something else.
+    pub(super) fn scribble(&mut self) {
+        self.input.fill(GARBAGE);
+        self.output.fill(GARBAGE);
     }
 
     /// Return the result of a chunk of elements, in a buffer that has a place for every one of them.

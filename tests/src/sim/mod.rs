@@ -10,12 +10,18 @@
 
 mod attack;
 mod check;
+mod clock;
 mod cluster;
+mod controller;
+mod coverage;
 mod faults;
 mod incident;
+mod loss;
 mod memory;
 mod options;
 mod planted;
+mod reduce;
+mod repair;
 mod report;
 mod scenario;
 mod setup;
@@ -24,7 +30,9 @@ mod straggler;
 mod wiring;
 
 pub use cluster::{record, run};
+pub use coverage::{Mark, Seen};
 pub use faults::{Faults, Spell};
+pub use loss::{Ill, Loss, Moment, Point};
 pub use options::{Draw, GroupOptions, Options, Sharing};
 pub use planted::Planted;
 pub use report::{Report, Violation};

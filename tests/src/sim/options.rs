@@ -3,6 +3,7 @@
 use super::faults::Faults;
 use super::planted::Planted;
 use super::scenario::{Scenario, ScenarioKind};
+use super::wiring::count_nodes;
 use crate::oracle::{Shape, weight};
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
@@ -112,6 +113,8 @@ pub struct Options {
     pub link: LinkConfig,
     /// Who listens to shared addresses.
     pub sharing: Sharing,
+    /// Devices beyond those that the largest tree needs.
+    pub spares: usize,
     /// What the links do wrong.
     pub faults: Faults,
     /// The most that a rank comes late with an operation.
@@ -158,6 +161,7 @@ impl Options {
                 Sharing::Some,
                 Sharing::Deaf,
             ]),
+            spares: if kind == ScenarioKind::Repair { draw_spares(seed) } else { 0 },
             faults,
             skew_max,
             scenario: Scenario::Calm,
@@ -170,6 +174,21 @@ impl Options {
         options.faults.spells = Faults::draw_spells(&mut spells, ranks, options.trees.len());
         options.scenario = Scenario::draw(kind, &mut draw, &options);
         options
+    }
+
+    /// Return how many devices there are.
+    pub(super) fn devices(&self) -> usize {
+        self.trees.iter().map(count_nodes).max().unwrap_or(0) + self.spares
+    }
+
+    /// Tell whether ranks repair what they lose.
+    pub(super) fn repairs(&self) -> bool {
+        matches!(self.scenario, Scenario::Repair { .. })
+    }
+
+    /// Return how many packets a port hands to its node in one go.
+    pub(super) fn burst(&self) -> usize {
+        if weight(&[self.seed, 0x6275_7273]).is_multiple_of(4) { 128 } else { 32 }
     }
 
     /// Return the order of a group; the attacker's own, behind the others, takes contributions as they come.
@@ -197,6 +216,11 @@ impl Options {
             _ => common,
         }
     }
+}
+
+/// Enough for whole other trees, or for some, or none.
+fn draw_spares(seed: u64) -> usize {
+    Draw::new(weight(&[seed, 0x7370_6172])).one_of(&[0, 1, 2, 4, 20])
 }
 
 fn draw_ranks(draw: &mut Draw) -> usize {

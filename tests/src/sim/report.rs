@@ -1,8 +1,9 @@
 //! What a run did, and what can go wrong with it.
 
+use super::coverage::{DROPS_UNREACHABLE, Mark, Seen};
 use std::time::Duration;
 use sumac::endpoint::EndpointError;
-use sumac_hal::ctrl::Counters;
+use sumac_hal::ctrl::{Counters, DropReason};
 use thiserror::Error;
 
 /// What went wrong.
@@ -119,6 +120,34 @@ pub enum Violation {
         /// What it said.
         response: String,
     },
+    /// A repair that ought to be possible is not.
+    #[error("group {group} rank {rank} can't repair: {why}")]
+    Unrepairable {
+        /// The group's index.
+        group: usize,
+        /// The rank that found out.
+        rank: usize,
+        /// Why not.
+        why: String,
+    },
+    /// Ranks have decided different things about a lost tree.
+    #[error("group {group} view {view}: ranks decide different things")]
+    Disagreement {
+        /// The group's index.
+        group: usize,
+        /// The view.
+        view: u32,
+    },
+    /// A chunk is computed that some rank has, or a second time.
+    #[error("group {group} view {view}: chunk {seq} is computed again")]
+    Again {
+        /// The group's index.
+        group: usize,
+        /// The view.
+        view: u32,
+        /// The chunk.
+        seq: u64,
+    },
     /// Numbers that have to be equal are not.
     #[error("{what}: {found}, expected {expected}")]
     Conservation {
@@ -166,6 +195,9 @@ impl Violation {
             Self::Early { .. } => "early completion",
             Self::NotKept { .. } => "retention",
             Self::Refused { .. } => "refused request",
+            Self::Unrepairable { .. } => "unrepairable",
+            Self::Disagreement { .. } => "disagreement",
+            Self::Again { .. } => "computed again",
             Self::Conservation { what, .. } | Self::Limit { what, .. } => what,
             Self::Panicked { .. } => "panic",
             Self::NotQuiet { .. } => "not quiet",
@@ -202,12 +234,22 @@ pub struct Report {
     pub completed: u64,
     /// Ranks that were told `Mismatch`.
     pub mismatches: u64,
+    /// Ranks that were told `Unsupported`.
+    pub unsupported: u64,
     /// Ranks that were told `PathLost`.
     pub paths_lost: u64,
     /// Ranks that were told `GroupLost`.
     pub groups_lost: u64,
     /// Packets that an attacker sent.
     pub attacks: u64,
+    /// Repairs: trees that a group has lost, counted once a group and view.
+    pub view_changes: u64,
+    /// Operations that repairs have completed, counted once a rank.
+    pub repairs: u64,
+    /// What ranks have sent each other to repair, in bytes.
+    pub repair_bytes: u64,
+    /// What the state machines went through.
+    pub seen: Seen,
 }
 
 impl Report {
@@ -217,6 +259,7 @@ impl Report {
         self.took += other.took;
         self.in_flight_most = self.in_flight_most.max(other.in_flight_most);
         self.counters.merge(&other.counters);
+        self.seen.merge(&other.seen);
         for ((_, sum), (_, n)) in self.marks().into_iter().zip(other.clone().marks()) {
             *sum += *n;
         }
@@ -227,13 +270,14 @@ impl Report {
         *match error {
             None => &mut self.completed,
             Some(EndpointError::Mismatch { .. }) => &mut self.mismatches,
+            Some(EndpointError::Unsupported(_)) => &mut self.unsupported,
             Some(EndpointError::PathLost) => &mut self.paths_lost,
             Some(_) => &mut self.groups_lost,
         } += 1;
     }
 
     /// Return the counts besides the devices' counters, by name.
-    fn marks(&mut self) -> [(&'static str, &mut u64); 12] {
+    fn marks(&mut self) -> [(&'static str, &mut u64); 16] {
         [
             ("packets", &mut self.packets),
             ("incast drops", &mut self.incast_drops),
@@ -244,9 +288,13 @@ impl Report {
             ("rank drops", &mut self.rank_drops),
             ("ends: complete", &mut self.completed),
             ("ends: mismatch", &mut self.mismatches),
+            ("ends: unsupported", &mut self.unsupported),
             ("ends: path lost", &mut self.paths_lost),
             ("ends: group lost", &mut self.groups_lost),
             ("attacks", &mut self.attacks),
+            ("view changes", &mut self.view_changes),
+            ("repaired operations", &mut self.repairs),
+            ("repair bytes", &mut self.repair_bytes),
         ]
     }
 
@@ -263,10 +311,21 @@ impl Report {
             ("probes out", counters.probes_out),
             ("window cuts", counters.window_cuts),
         ];
-        let drops =
-            sumac_hal::ctrl::DropReason::ALL.map(|reason| (format!("drop: {reason}"), counters.dropped(reason)));
+        let drops = DropReason::ALL.map(|reason| (format!("drop: {reason}"), counters.dropped(reason)));
         let mut own = *self;
         let own = own.marks().map(|(name, n)| (name.to_owned(), *n));
         named.map(|(name, n)| (name.to_owned(), n)).into_iter().chain(drops).chain(own).collect()
+    }
+
+    /// Return every step of a state machine by name, and how often it was seen; and why one is never seen.
+    pub fn transitions(&self) -> Vec<(&'static str, u64, Option<&'static str>)> {
+        let why = |mark: Mark| Mark::UNREACHABLE.iter().find(|(other, _)| *other == mark).map(|(_, why)| *why);
+        Mark::ALL.iter().map(|&mark| (mark.name(), self.seen.count(mark), why(mark))).collect()
+    }
+
+    /// Return every reason to drop a packet, and how often it was met at a device; and why one is never met.
+    pub fn drops(&self) -> Vec<(&'static str, u64, Option<&'static str>)> {
+        let why = |reason| DROPS_UNREACHABLE.iter().find(|(other, _)| *other == reason).map(|(_, why)| *why);
+        DropReason::ALL.map(|reason| (reason.name(), self.counters.dropped(reason), why(reason))).to_vec()
     }
 }

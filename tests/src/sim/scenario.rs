@@ -1,7 +1,9 @@
 //! What happens to a cluster besides faulty links, and what each rank has to be told then.
 
 use super::faults::moment;
+use super::loss::Loss;
 use super::options::{Draw, Options, draw_op};
+use crate::oracle::weight;
 use std::time::Duration;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Dtype, OpDesc, ReduceOp};
@@ -12,7 +14,8 @@ use sumac_hal::reduce::Kernel;
 pub enum ScenarioKind {
     /// Nothing but the links' faults: every rank gets every result.
     Calm,
-    /// One or two ranks call something else: all ranks get every earlier result, then the same `Mismatch`.
+    /// One or two ranks call something else, or all what no device can do: all ranks get every earlier result, then the
+    /// same `Mismatch`, or `Unsupported`.
     Mismatch,
     /// A device stops answering: who depends on it gets `PathLost` within the limit, nobody a wrong result.
     Death,
@@ -20,6 +23,8 @@ pub enum ScenarioKind {
     Restart,
     /// Somebody sends garbage, replays, and all that a member of another group may: nobody notices.
     Hostile,
+    /// Devices, links and the controller are lost, and the ranks repair: every rank gets every result.
+    Repair,
 }
 
 /// What happens.
@@ -54,6 +59,11 @@ pub enum Scenario {
     },
     /// An attacker works at random moments.
     Hostile,
+    /// This is lost, and repaired.
+    Repair {
+        /// What, and when.
+        losses: Vec<Loss>,
+    },
 }
 
 impl Scenario {
@@ -65,7 +75,15 @@ impl Scenario {
             Self::Death { .. } => ScenarioKind::Death,
             Self::Restart { .. } => ScenarioKind::Restart,
             Self::Hostile => ScenarioKind::Hostile,
+            Self::Repair { .. } => ScenarioKind::Repair,
         }
+    }
+
+    /// Tell whether all ranks call, alike, what no device can do.
+    pub(super) fn is_unsupported(&self) -> bool {
+        let is_known =
+            |desc: &OpDesc| desc.dtype.zip(desc.op).is_none_or(|(dtype, op)| Kernel::new(dtype, op).is_some());
+        matches!(self, Self::Mismatch { calls, .. } if calls.iter().any(|(_, desc)| !is_known(desc)))
     }
 
     pub(super) fn draw(kind: ScenarioKind, draw: &mut Draw, options: &Options) -> Self {
@@ -73,6 +91,7 @@ impl Scenario {
         match kind {
             ScenarioKind::Calm => Self::Calm,
             ScenarioKind::Hostile => Self::Hostile,
+            ScenarioKind::Repair => Self::Repair { losses: Loss::draw_all(draw, options, options.devices()) },
             ScenarioKind::Mismatch => draw_mismatch(draw, options),
             ScenarioKind::Death => {
                 let at = moment(draw);
@@ -92,6 +111,11 @@ fn draw_mismatch(draw: &mut Draw, options: &Options) -> Scenario {
     let ops = &options.groups[group].ops;
     let op = draw.below(ops.len() as u64) as usize;
     let common = ops[op];
+    // Apart from the other draws, so that these stay what they were without it.
+    if Draw::new(weight(&[options.seed, 4])).chance(80) {
+        let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Bxor, 1 + common.count);
+        return Scenario::Mismatch { group, op, calls: (0..options.ranks).map(|rank| (rank, desc)).collect() };
+    }
     let mut calls = Vec::new();
     for _ in 0..1 + draw.below(2) {
         let rank = draw.below(options.ranks as u64) as usize;

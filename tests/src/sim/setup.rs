@@ -3,12 +3,13 @@
 use super::cluster::Posts;
 use super::memory::{Memory, OpMemory};
 use super::options::{Draw, Options};
+use super::repair::{Inbox, Repair, Way};
 use super::report::Violation;
 use super::wiring::{Wiring, slots_per_shard};
 use crate::oracle::{input, weight};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use sumac::endpoint::{Endpoint, EndpointError};
+use sumac::endpoint::{Endpoint, EndpointError, Progress};
 use sumac_device::{Child, Group, Node, NodeConfig, Slot, Storage};
 use sumac_hal::ctrl::{Order, Request, Response, TreeConfig};
 use sumac_hal::ids::{BootId, Epoch};
@@ -22,6 +23,23 @@ pub(super) struct Member {
     /// Completions seen.
     pub(super) done: u64,
     pub(super) error: Option<EndpointError>,
+    /// Where its endpoint was seen last.
+    pub(super) progress: Progress,
+    /// Operations that it has called.
+    pub(super) called: usize,
+    /// How often it has lost its way.
+    pub(super) view: u32,
+    /// The operation that is its endpoint's first.
+    pub(super) first: usize,
+    pub(super) way: Way,
+    /// If its tree is lost.
+    pub(super) repair: Option<Repair>,
+    /// By view.
+    pub(super) inboxes: BTreeMap<u32, Inbox>,
+    /// Who has come to operations that run by schedules.
+    pub(super) entered: BTreeMap<usize, BTreeSet<usize>>,
+    /// Below, it has said so itself.
+    pub(super) entered_below: usize,
 }
 
 impl Member {
@@ -36,9 +54,18 @@ impl Member {
         let ops = 0..options.groups[group].ops.len();
         Self {
             endpoint: options.planted.endpoint(Endpoint::new(wiring.endpoint(options, (rank, group), life, epoch))),
-            memory: Memory { ops: ops.map(|op| OpMemory::before(options, life, group, rank, op)).collect() },
+            memory: Memory { first: 0, ops: ops.map(|op| OpMemory::before(options, life, group, rank, op)).collect() },
             done: 0,
             error: None,
+            progress: Progress::default(),
+            called: 0,
+            view: 0,
+            first: 0,
+            way: Way::Tree(options.repairs().then_some(group)),
+            repair: None,
+            inboxes: BTreeMap::new(),
+            entered: BTreeMap::new(),
+            entered_below: 0,
         }
     }
 }
@@ -71,19 +98,25 @@ impl Tables {
         let slots = usize::from(slots_per_shard(options));
         let (mut groups, mut children, mut bytes) = (0, 0, 0);
         for group in 0..options.all_groups() {
-            let place = wirings[options.tree(group)].nodes.iter().find(|node| node.device == device);
-            let Some(place) = place else { continue };
+            let nodes = &wirings[options.tree(group)].nodes;
+            let place = nodes.iter().filter(|node| node.device == device).map(|node| node.children).max();
+            // Any place of a tree may be a device's after a repair.
+            let widest = nodes.iter().map(|node| node.children).max().filter(|_| options.repairs());
+            let Some(place) = widest.or(place) else { continue };
             groups += 1;
-            children += usize::from(place.children);
-            bytes += slots * options.order(group).stages(place.children) * usize::from(options.chunk_len_bytes);
+            children += usize::from(place);
+            bytes += slots * options.order(group).stages(place) * usize::from(options.chunk_len_bytes);
         }
+        // What lies between places of different sizes is of no use to anybody.
+        let room = if options.repairs() { 2 } else { 1 };
+        (children, bytes) = (room * children, room * bytes);
         // The table of children also bounds the trees that a device takes, so there is room for the widest of each.
         let widest = wirings.iter().flat_map(|wiring| &wiring.nodes).map(|node| usize::from(node.children)).max();
         Self {
             groups: (0..groups).map(|_| None).collect(),
-            trees: vec![None; wirings.len()],
+            trees: vec![None; wirings.len() + room * options.groups.len()],
             children: vec![Child::EMPTY; children.max(widest.unwrap_or(0))],
-            slots: vec![Slot::EMPTY; groups * slots],
+            slots: vec![Slot::EMPTY; room * groups * slots],
             bytes: vec![0; bytes],
         }
     }

@@ -43,6 +43,18 @@ impl Wiring {
         wiring
     }
 
+    /// Wire the shape of tree `index` anew, its nodes on the first of `devices`.
+    pub(super) fn on(options: &Options, index: usize, tree: TreeId, devices: Vec<usize>) -> Self {
+        let mut wiring = Self { tree, nodes: Vec::new(), ranks: vec![(0, 0); options.ranks] };
+        let mut devices = devices.into_iter();
+        wiring.add(&options.trees[index], None, &mut || devices.next().expect("as many devices as nodes"));
+        wiring
+    }
+
+    pub(super) fn tree_id(&self) -> TreeId {
+        self.tree
+    }
+
     fn add(&mut self, shape: &Shape, parent: Option<(usize, u16)>, take: &mut impl FnMut() -> usize) {
         match shape {
             Shape::Rank(rank) => self.ranks[*rank] = parent.expect("the root is a node"),
@@ -193,7 +205,7 @@ pub(super) fn sharer(addr: Addr) -> Option<Sharer> {
     Some((n / MAX_SHARDS / 16, n / MAX_SHARDS % 16, (n % MAX_SHARDS) as u16))
 }
 
-fn child_key(options: &Options, device: usize, group: usize, epoch: Epoch, child: ChildIndex) -> u64 {
+pub(super) fn child_key(options: &Options, device: usize, group: usize, epoch: Epoch, child: ChildIndex) -> u64 {
     secret(options, device).child_key(group_id(group), options.planted.key_epoch(epoch), child)
 }
 

@@ -27,6 +27,39 @@ fn a_gap_is_asked_for_after_exactly_three_later_ones_and_once() {
     assert_eq!(rig.node.counters().naks, 1);
 }
 
+/// What is sent again can get lost as well: nothing else would show that before a probe.
+#[test]
+fn what_was_asked_for_is_asked_for_again_after_a_quarter_of_the_window() {
+    let mut rig = Rig::new(Setup { window: 16, slots: 32, ..Setup::default() });
+    let mut asked = Vec::new();
+    for seq in 1..16 {
+        rig.data(0, seq, &[1.0]);
+        asked.extend(naks(&rig.drain(), NakReason::Missing).iter().map(|(_, missing)| (seq, *missing)));
+    }
+    assert_eq!(asked, [(3, 0), (10, 0)], "a quarter of 16, and three");
+}
+
+/// A chunk that is late because somebody's contribution was lost: its answer comes behind others, and a child that has
+/// asked for it meanwhile gets it once.
+#[test]
+fn an_answer_that_was_overtaken_is_not_sent_twice() {
+    let mut rig = Rig::new(Setup { children: 2, window: 16, slots: 32, ..Setup::default() });
+    (1..5).for_each(|seq| rig.all(seq));
+    rig.drain();
+    let missing = |rig: &mut Rig, top: u64| {
+        let nak = Repr { reason: Some(NakReason::Missing), bits: top, count: 1, ..rig.up(Kind::Nak, 1, 0) };
+        rig.put(child_addr(1), nak, &[]);
+        rig.drain().iter().filter(|sent| sent.repr.kind == Kind::Result).count()
+    };
+    rig.all(0);
+    assert_eq!(rig.drain().iter().filter(|sent| sent.repr.kind == Kind::Result).count(), 2);
+    assert_eq!(missing(&mut rig, 3), 0, "chunk 3 was answered before chunk 0");
+    assert_eq!(missing(&mut rig, 4), 0);
+    rig.all(5);
+    rig.drain();
+    assert_eq!(missing(&mut rig, 5), 1, "chunk 5 behind it: it is lost");
+}
+
 #[test]
 fn the_other_children_are_left_alone_and_the_window_is_halved_once() {
     let mut rig = Rig::new(Setup { receive_buffer_bytes: 16 * 160, ..Setup::default() });

@@ -331,7 +331,7 @@ mod tests {
         let (asking, answering) = Box::leak(Box::new(Desk::new())).split();
         let mut others = Second { asking: [asking], answering, node: node::<8>(1) };
         let mut order = |request: &Request| carry_out(request, &mut first, &mut others, Instant::ZERO);
-        let tree = Request::InstallTree(TreeConfig { tree: TreeId(1), parent: None, children: 1 });
+        let tree = Request::InstallTree(TreeConfig { tree: TreeId(1), parent: None, children: 1, ranks: Vec::new() });
         assert_eq!(order(&tree), Response::Done);
         // The second has fewer slots.
         assert!(matches!(order(&group(32)), Response::Refused(Refusal::NoSlots { .. })));
