@@ -11,10 +11,14 @@ mod proxy;
 use common::{Server, children, serve, serve_with};
 use proxy::{Counts, Lane, Proxy};
 use serde_json::{Value, json};
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 const RANKS: u32 = 4;
+
+/// Who sends and is no child.
+const STRANGERS: u64 = 1000;
 
 /// Two leaves of two hosts each. The planner takes one leaf for the root, as there is no device at the spine.
 const FABRIC: &str = r#"
@@ -44,6 +48,8 @@ static ALONE: Mutex<()> = Mutex::new(());
 struct Scenario {
     /// Options of the proxies.
     faults: &'static str,
+    /// Whether others send to the proxies as well.
+    is_crowded: bool,
     shards: u16,
     order: &'static str,
     iterations: u32,
@@ -65,8 +71,11 @@ impl Scenario {
         let mut controller = serve_with(&["controller", "--listen", "127.0.0.1:0", "--topology", "-"], FABRIC);
         let line = controller.line();
         let addr = line.strip_prefix("listening ").expect("an address");
-        let (devices, proxies): (Vec<_>, Vec<_>) = (0..DEVICES.len()).map(|nth| self.device(nth, addr)).unzip();
+        let (devices, mut proxies): (Vec<_>, Vec<_>) = (0..DEVICES.len()).map(|nth| self.device(nth, addr)).unzip();
         let ranks: Vec<Server> = (0..RANKS).map(|rank| serve_with(&["rank"], &self.job(addr, rank))).collect();
+        if self.is_crowded {
+            proxies.iter_mut().zip(DEVICES).for_each(|(proxy, (_, children))| crowd(proxy, children));
+        }
         let measured = ranks.into_iter().map(|rank| self.rows(&rank.expect_success())).collect();
         for mut server in devices.into_iter().chain([controller]) {
             server.interrupt_and_expect_success();
@@ -130,6 +139,19 @@ impl Scenario {
     }
 }
 
+/// Send to a proxy from many addresses, when it knows the children of its device.
+fn crowd(proxy: &mut Proxy, children: u64) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let is_known = |counts: &Counts| counts.clients == children && counts.down.received >= 16 * children;
+    while !proxy.counts().iter().all(is_known) {
+        assert!(Instant::now() < deadline, "{:?}", proxy.counts());
+    }
+    for _ in 0..STRANGERS {
+        let stranger = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("a socket");
+        proxy.addrs().iter().for_each(|addr| _ = stranger.send_to(&[9; 64], addr).expect("sent"));
+    }
+}
+
 impl Outcome {
     /// Every child of every device came through its proxy, with an address of its own, and no packet got lost there that
     /// was not meant to.
@@ -172,7 +194,7 @@ fn a_proxy_without_faults_changes_nothing() {
         all_reduce("F32", "Sum", 1 << 18),
         json!({ "collective": "Barrier", "dtype": "F32", "op": "Sum", "root": 0, "count": 0, "algo": "Tree" }),
     ];
-    let scenario = Scenario { faults: "", shards: 2, order: "Arrival", iterations: 5, cases };
+    let scenario = Scenario { faults: "", is_crowded: false, shards: 2, order: "Arrival", iterations: 5, cases };
     let outcome = scenario.run();
     outcome.expect_every_link_relayed();
     for counts in outcome.links.iter().flatten() {
@@ -189,7 +211,8 @@ fn one_packet_in_twenty_lost_is_made_up_for() {
         all_reduce("F64", "Min", 8192),
         all_reduce("I64", "Sum", 1 << 17),
     ];
-    let scenario = Scenario { faults: "--loss 5%", shards: 1, order: "TreePairwise", iterations: 25, cases };
+    let scenario =
+        Scenario { faults: "--loss 5%", is_crowded: false, shards: 1, order: "TreePairwise", iterations: 25, cases };
     let outcome = scenario.run();
     outcome.expect_every_link_relayed();
     outcome.expect_done(|lane| vec![lane.lost]);
@@ -205,7 +228,7 @@ fn every_fault_at_once_is_survived() {
         all_reduce("I32", "Sum", 1 << 15),
     ];
     let faults = "--loss 20% --duplicate 5% --reorder 10% --corrupt 5% --late 2ms";
-    let scenario = Scenario { faults, shards: 1, order: "TreeFold", iterations: 6, cases };
+    let scenario = Scenario { faults, is_crowded: false, shards: 1, order: "TreeFold", iterations: 6, cases };
     let outcome = scenario.run();
     outcome.expect_every_link_relayed();
     outcome.expect_done(|lane| vec![lane.lost, lane.duplicated, lane.reordered, lane.corrupted]);
@@ -216,9 +239,21 @@ fn every_fault_at_once_is_survived() {
 fn a_way_that_loses_doubles_reorders_and_damages_some_and_takes_its_time_gives_right_values() {
     let cases = vec![all_reduce("F32", "Sum", 1), all_reduce("Bf16", "Sum", 5000), all_reduce("I64", "Sum", 1 << 16)];
     let faults = "--loss 5% --duplicate 2% --reorder 5% --corrupt 1% --delay 100us..300us";
-    let scenario = Scenario { faults, shards: 1, order: "TreePairwise", iterations: 5, cases };
+    let scenario = Scenario { faults, is_crowded: false, shards: 1, order: "TreePairwise", iterations: 5, cases };
     let outcome = scenario.run();
     outcome.expect_every_link_relayed();
     outcome.expect_done(|lane| vec![lane.lost, lane.duplicated, lane.reordered, lane.corrupted]);
     assert!(outcome.retransmits() > 0, "{:?}", outcome.measured);
+}
+
+#[test]
+fn strangers_at_a_proxy_take_no_rank_its_place() {
+    let cases = vec![all_reduce("I64", "Sum", 1 << 16)];
+    let faults = "--loss 1% --clients 8";
+    let scenario = Scenario { faults, is_crowded: true, shards: 1, order: "TreePairwise", iterations: 60, cases };
+    let outcome = scenario.run();
+    for counts in outcome.links.iter().flatten() {
+        // A stranger's port may be given out again.
+        assert!(counts.replaced > STRANGERS / 2 && counts.up.refused == 0, "{counts:?}");
+    }
 }

@@ -254,6 +254,35 @@ fn without_a_controller_most_ranks_agree_on_who_was_killed() {
     }
 }
 
+/// Whoever is silent is taken for dead by most of the others, and hears of that when it goes on.
+#[test]
+fn a_rank_that_is_stopped_without_a_controller_is_left_behind() {
+    for (nth, memory) in (0..).zip([Memory::Registered, Memory::Packets]) {
+        let context = format!("stop {nth}, seed {nth}, {memory:?}");
+        let (mut rng, mut seen) = (Rng::new(nth), Seen::default());
+        let mut cluster = Cluster::start();
+        let device = cluster.device("device");
+        let mut members = job(&mut cluster, &mut rng, 3, memory, FOR_EVER);
+        cluster.kill_controller();
+        let (at, stopped) = (rng.below(3), now_ns());
+        let mut victim = members.remove(at as usize);
+        signal(victim.pid(), Signal::STOP);
+        let endings: Vec<Ending> = members.iter_mut().map(Member::ending).collect();
+        for ending in &endings {
+            seen.note(ending, stopped, DEADLINE, &["RanksFailed"], &context);
+        }
+        expect_the_same(&endings, at, &context);
+        let continued = now_ns();
+        signal(victim.pid(), Signal::CONT);
+        seen.note(&victim.ending(), continued, DEADLINE, &["Partitioned"], &context);
+        members.push(victim);
+        members.into_iter().for_each(Member::end);
+        println!("{context}: {seen:?}");
+        drop(device);
+        cluster.end(Vec::new());
+    }
+}
+
 /// No device dies: each call of the tree ends alike at all that are left.
 #[test]
 fn a_rank_that_is_killed_in_the_tree_is_agreed_on() {

@@ -175,12 +175,12 @@ impl Queue {
         }
     }
 
-    /// Serve all who fit; `fit` says what a job would be given, or what it waits for. Returns who was served; it is claimed
-    /// in the books.
+    /// Serve all who fit; `fit` says what a job would be given, if that is possible. Returns who was served; it is claimed in
+    /// the books.
     pub(super) fn serve(
         &mut self,
         books: &mut Books,
-        mut fit: impl FnMut(&str, &Books, &Bars) -> Result<Claim, Scope>,
+        mut fit: impl FnMut(&str, &Books, &Bars) -> Option<Claim>,
     ) -> Vec<String> {
         let mut served = Vec::new();
         // Each round serves somebody: who is served may leave room that was kept for it, and changes the order.
@@ -193,26 +193,27 @@ impl Queue {
     fn serve_one(
         &mut self,
         books: &mut Books,
-        fit: &mut impl FnMut(&str, &Books, &Bars) -> Result<Claim, Scope>,
+        fit: &mut impl FnMut(&str, &Books, &Bars) -> Option<Claim>,
     ) -> Option<String> {
         for job in self.order(books) {
             let version = books.version();
             let bars = self.bars(&job);
             let entry = self.waiting.get_mut(&job).filter(|entry| entry.tried != Some(version));
             let Some(entry) = entry else { continue };
-            match fit(&job, books, &bars) {
-                Ok(claim) if books.claim(claim.clone()).is_ok() => {
-                    if entry.is_starved() {
-                        books.touch();
-                    }
-                    entry.standing = Standing::Served;
-                    let ticket = entry.ticket;
-                    self.given(ticket, &claim, books);
-                    return Some(job);
-                }
-                Ok(_) => entry.tried = Some(version),
-                Err(scope) => (entry.scope, entry.tried) = (scope, Some(version)),
+            let claim = fit(&job, books, &bars).filter(|claim| books.claim(claim.clone()).is_ok());
+            let Some(claim) = claim else {
+                let is_quota = books.check(&entry.tenant, &entry.wanted).is_err_and(|short| short.is_quota());
+                entry.scope = if is_quota { Scope::Tenant } else { Scope::Devices };
+                entry.tried = Some(version);
+                continue;
+            };
+            if entry.is_starved() {
+                books.touch();
             }
+            entry.standing = Standing::Served;
+            let ticket = entry.ticket;
+            self.given(ticket, &claim, books);
+            return Some(job);
         }
         None
     }

@@ -88,6 +88,8 @@ struct Job {
     is_moving: bool,
     /// How long its ranks wait for a tree before they are told that there is none.
     waits_until: Option<Instant>,
+    /// Until when they wait at most, once they have to.
+    joins_by: Option<Instant>,
     /// Devices that a rank could not attach to. One that restarts is another.
     declined: Vec<Arc<DeviceSession>>,
     /// What a declared order has meant since it began.
@@ -114,6 +116,7 @@ impl Job {
             hold: None,
             is_moving: false,
             waits_until: None,
+            joins_by: None,
             declined: Vec::new(),
             expression: None,
             told: None,

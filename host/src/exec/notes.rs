@@ -28,7 +28,7 @@ use sumac_hal::ids::Rank;
 pub(crate) enum Heard {
     /// A note.
     Note(Rank, Vec<u8>),
-    /// Nobody listens where the rank did, as its host says. Notes to it are lost.
+    /// Nobody listens where a rank that is watched did, as its host says. Notes to it are lost.
     Gone(Rank),
     /// A rank that is watched has not answered for [`SILENCE`].
     Silent(Rank),
@@ -281,6 +281,10 @@ impl Carrier {
         let was_connected = std::mem::take(&mut out.is_connected);
         (out.stream, out.retry_at) = (None, (!was_connected).then(|| Instant::now() + RETRY));
         out.bytes.clear();
+        // Others may have left in good order.
+        if !self.watched.contains(&rank) {
+            return;
+        }
         if is_gone {
             self.hear(Heard::Gone(rank));
         } else if was_connected {

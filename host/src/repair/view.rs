@@ -391,6 +391,9 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
     fn commit(&mut self, outcome: Outcome<D>) {
         if self.leading.take().is_some() {
             self.tell_all(&Message::Commit { outcome: outcome.clone(), dead: self.dead.clone() });
+            // One that only seemed to be dead need not wait until its deadline.
+            let suspected = self.dead.iter().filter(|(_, authority)| **authority == Authority::Suspicion);
+            self.transmit.extend(suspected.map(|(&rank, _)| (rank, Message::Excluded)));
         }
         self.plan = None;
         self.state = State::Committed(outcome.clone());

@@ -100,7 +100,7 @@ impl Small {
         let served = self.queue.serve(&mut self.books, |job, books, bars| {
             let (tenant, needs) = wishes[job].clone();
             let claim = Claim { group: GroupId(job.parse().expect("a number")), tenant, needs };
-            Self::fits(&claim, books, bars).map(|()| claim)
+            Self::fits(&claim, books, bars).is_ok().then_some(claim)
         });
         for job in &served {
             let claim = self.claim(job);

@@ -122,21 +122,13 @@ impl State {
         let asking = Asking { tenant: job.tenant(), requests: &requests, pinned };
         let (devices, left_out) = self.usable(job, pinned).map_err(NoTree::for_good)?;
         let add = |why: String| if left_out.is_empty() { why } else { format!("{why}; {left_out}") };
-        let open: Devices = devices
-            .iter()
-            .filter(|(_, device)| !bars.devices.contains_key(&device.key()))
-            .map(|(name, device)| (name.clone(), device.clone()))
-            .collect();
         let drafted = |devices: &Devices, books: &Books| {
             draft(config, devices, books, asking, ids).and_then(|placement| job.keeps_order(placement))
         };
         let barred = bars.tenants.get(asking.tenant);
-        let why = match barred {
-            Some(_) => String::new(),
-            None => match drafted(&open, books) {
-                Ok(placement) => return Ok(placement),
-                Err(why) => why,
-            },
+        let why = match self.fits(config, job, books, bars, ids) {
+            Ok(placement) => return Ok(placement),
+            Err(why) => why,
         };
         // Could it have one if nobody else were there?
         let Ok(ideal) = drafted(&devices, &books.emptied()) else {
@@ -160,6 +152,26 @@ impl State {
             (None, _) => (Scope::Devices, why),
         };
         Err(NoTree { why: add(why), wait: Some((scope, least)) })
+    }
+
+    /// Draft a tree for a job, or say why not, as far as that is known without a look at what could be.
+    pub(super) fn fits(
+        &self,
+        config: &ControllerConfig,
+        job: &Job,
+        books: &Books,
+        bars: &Bars,
+        ids: (GroupId, TreeId, Epoch),
+    ) -> Result<Placement, String> {
+        let requests: Vec<&JoinRequest> = job.members.values().map(|member| &member.request).collect();
+        let pinned = job.first().map_or(&[][..], |member| &member.pinned);
+        let asking = Asking { tenant: job.tenant(), requests: &requests, pinned };
+        if let Some(other) = bars.tenants.get(asking.tenant) {
+            return Err(format!("job {other:?} of the same tenant is first"));
+        }
+        let (mut devices, _) = self.usable(job, pinned)?;
+        devices.retain(|_, device| !bars.devices.contains_key(&device.key()));
+        job.keeps_order(draft(config, &devices, books, asking, ids)?)
     }
 
     /// Return the devices that a job may be placed on, and, if some are left out, a clause that names them.
@@ -190,15 +202,17 @@ impl State {
         let (view, is_new, why) = (job.view, job.placement.is_none(), none.why);
         let terms = |job: &Job| job.first().map(|member| member.request.terms.clone()).unwrap_or_default();
         let wait = Duration::from_millis(u64::from(terms(job).wait_ms));
-        let can_wait = job.members.values().all(|member| member.request.terms.moves) || (is_new && !wait.is_zero());
+        let until = *job.joins_by.get_or_insert_with(|| Instant::now() + wait);
+        let can_join_later = is_new && Instant::now() < until;
+        let can_wait = job.members.values().all(|member| member.request.terms.moves) || can_join_later;
         tracing::warn!(job = name, view, why, "no tree");
         match none.wait.filter(|_| can_wait) {
             Some((scope, wanted)) => {
                 let (tenant, ticket) = (job.tenant().to_owned(), self.queue.ticket());
                 let (standing, tried) = (Standing::Waits, Some(self.books.version()));
                 self.queue.enter(name, Waiting { tenant, ticket, passes: 0, scope, wanted, standing, tried });
-                if is_new && !wait.is_zero() {
-                    job.waits_until = Some(Instant::now() + wait);
+                if can_join_later {
+                    job.waits_until = Some(until);
                     self.wake.notify_all();
                     return;
                 }
@@ -317,7 +331,8 @@ impl State {
     pub(super) fn move_on(&mut self, config: &ControllerConfig, name: &str) -> Option<Draft> {
         let job = self.jobs.get_mut(name)?;
         // A view without a tree has lost none: what was lost before it still is.
-        if let Some(Ok(placement)) = job.placement.replace(Err("its tree is lost".into())) {
+        if let Some(Ok(placement)) = job.placement.take_if(|placed| placed.is_ok()) {
+            job.placement = Some(Err("its tree is lost".into()));
             job.lost = placement.nodes.iter().map(|node| node.device.clone()).collect();
             self.release(&placement);
         }

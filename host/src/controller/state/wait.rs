@@ -39,7 +39,7 @@ impl State {
         if is_first || device.is_some() {
             tracing::warn!(job = name, %rank, view, why, "tree is declined");
             let placed = job.placement.replace(Err(format!("{rank} declined its tree: {why}")));
-            job.declined.extend(device);
+            job.declined.extend(device.filter(|device| !job.declined.iter().any(|known| Arc::ptr_eq(known, device))));
             if let Some(Ok(placement)) = placed {
                 self.release(&placement);
             }
@@ -85,15 +85,10 @@ impl State {
         let served = queue.serve(&mut books, |name, books, bars| {
             let ids = self.next_ids(name);
             let job = self.jobs.get(name).filter(|job| job.can_move() || job.waits_until.is_some());
-            let job = job.ok_or(Scope::Devices)?;
-            match self.fit(config, job, books, bars, ids) {
-                Ok(placement) => {
-                    let claim = placement.claim(job.tenant());
-                    found.insert(name.to_owned(), placement);
-                    Ok(claim)
-                }
-                Err(none) => Err(none.wait.map_or(Scope::Devices, |(scope, _)| scope)),
-            }
+            let placement = self.fits(config, job?, books, bars, ids).ok()?;
+            let claim = placement.claim(job?.tenant());
+            found.insert(name.to_owned(), placement);
+            Some(claim)
         });
         (self.queue, self.books) = (queue, books);
         for name in served {

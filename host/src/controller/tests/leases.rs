@@ -85,3 +85,27 @@ fn what_an_earlier_controller_has_left_is_waited_for() {
     let ClientReply::Offer { view: 0 } = rank.hear_all() else { panic!("there is room now") };
     assert_eq!(of(&replan(std::slice::from_mut(&mut rank), 0)[0]).leaf, "leaf0");
 }
+
+/// A device that is silent is not asked; when it answers again, though late, who went without it is offered a tree.
+#[test]
+fn a_device_that_was_silent_for_a_while_is_used_again() {
+    let controller = quick();
+    let (wake, woken) = channel::<()>();
+    let answer = move |request: &Request| {
+        if matches!(request, Request::CreateGroup(_)) {
+            // Ends when the other side is dropped, or has said so.
+            let _ = woken.recv();
+        }
+        Reply::Yes
+    };
+    let _device = Device::serve(&controller, announce("leaf0", 1, None), answer);
+    let mut rank = Raw::join_with(&controller, request(0, 1), &[]);
+    rank.patient();
+    let waits = rank.joined();
+    let reason = "no device is connected to the controller; not asked, as it does not answer: leaf0";
+    assert_eq!((why(&waits), waits.queue), (reason, None));
+    drop(wake);
+    let told = rank.hear_all();
+    assert!(matches!(told, ClientReply::Offer { view: 0 } | ClientReply::Queued(_)), "{told:?}");
+    assert_eq!(of(&replan(std::slice::from_mut(&mut rank), 0)[0]).leaf, "leaf0");
+}

@@ -311,6 +311,37 @@ fn what_ranks_decline_is_freed_and_not_offered_again_before_something_has_change
     assert_eq!(of(&replan(&mut ranks, 1)[0]).leaf, "leaf0");
 }
 
+/// Ranks may make no calls for hours. What is held for them goes to others then; when they come, they get what there is.
+#[test]
+fn who_does_not_come_for_what_is_offered_holds_it_only_so_long() {
+    let controller = controller();
+    let _device = small(&controller, "leaf0", 1);
+    let (first, _) = begin(&controller, "first", "x");
+    let (mut second, _) = begin(&controller, "second", "y");
+    let (mut third, _) = begin(&controller, "third", "z");
+    leave(first);
+    while !job(&controller, "second").is_offered {
+        thread::yield_now();
+    }
+    let expire = |seconds| {
+        let shared = &controller.shared;
+        shared.lock().expire_waits(&shared.config, Instant::now() + Duration::from_secs(seconds));
+    };
+    expire(50);
+    assert_eq!(job(&controller, "third").queue, place(1, 1));
+    expire(70);
+    assert!(job(&controller, "third").is_offered);
+    // Its time is over as well, and nobody is left to be offered anything: it does not go back and forth.
+    assert_eq!(of(&take(&mut third, 0)).leaf, "leaf0");
+    second.say(ClientRequest::Pause { view: 0, at: 3 });
+    assert_eq!(second.hear(), ClientReply::MoveAt { view: 0, call: 3 });
+    second.say(ClientRequest::Replan { view: 0 });
+    let (_, waits) = second.replanned();
+    assert_eq!((waits.tree.is_err(), waits.queue), (true, place(1, 1)));
+    leave(third);
+    assert_eq!(of(&take(&mut second, 1)).leaf, "leaf0");
+}
+
 #[test]
 fn a_job_that_does_not_move_is_told_why_and_does_not_wait() {
     let controller = controller();

@@ -44,6 +44,23 @@ fn notes_come_in_order_and_are_answered() {
     assert_eq!(at_a.recv_timeout(LONG), Ok(Heard::Gone(Rank(1))));
 }
 
+/// It may have left in good order, and nobody waits for it.
+#[test]
+fn nobody_hears_that_a_rank_is_gone_that_is_not_watched() {
+    let (listeners, addresses) = listeners(3);
+    let mut ends: Vec<_> = (0..).zip(listeners).map(|(rank, listener)| start(rank, listener, &addresses)).collect();
+    let (gone, at_gone) = ends.remove(1);
+    let (a, at_a) = &ends[0];
+    a.sender().send(Rank(1), b"hello".to_vec());
+    assert_eq!(at_gone.recv_timeout(LONG), Ok(Heard::Note(Rank(0), b"hello".to_vec())));
+    drop(gone);
+    // A note to nobody, and then one that says that the first has been looked after.
+    a.sender().send(Rank(1), b"hello?".to_vec());
+    a.sender().send(Rank(2), b"and you?".to_vec());
+    assert_eq!(at_a.recv_timeout(LONG), Ok(Heard::Note(Rank(2), b"fine".to_vec())));
+    assert!(at_a.try_recv().is_err());
+}
+
 #[test]
 fn who_listens_and_says_nothing_is_silent() {
     let (mut listeners, addresses) = listeners(2);

@@ -31,6 +31,8 @@ struct Scope {
     ranks: usize,
     /// How many die.
     deaths: usize,
+    /// How many ranks hold the result at first, at most.
+    holders: u32,
     /// The tree is lost, which all ranks notice by themselves; else nothing happens before a rank dies.
     tree_is_lost: bool,
     /// The controller says who is dead; else ranks suspect each other, so often wrongly.
@@ -218,7 +220,7 @@ impl World {
 fn search(scope: &Scope) -> (usize, Option<(String, Vec<Action>)>) {
     let hasher = RandomState::new();
     let (mut seen, mut states) = (HashSet::new(), 0);
-    for held in 0..1_u32 << scope.ranks {
+    for held in (0..1_u32 << scope.ranks).filter(|held| held.count_ones() <= scope.holders) {
         let holds = (0..scope.ranks).map(|rank| held >> rank & 1 == 1).collect();
         let mut next = VecDeque::from([(World::new(scope, holds), Vec::new())]);
         while let Some((world, way)) = next.pop_front() {
@@ -243,6 +245,7 @@ fn search(scope: &Scope) -> (usize, Option<(String, Vec<Action>)>) {
 const BY_WORD: Scope = Scope {
     ranks: 2,
     deaths: 1,
+    holders: 3,
     tree_is_lost: true,
     has_controller: true,
     false_alarms: 0,
@@ -280,7 +283,7 @@ fn ranks_agree_where_nobody_says_who_is_dead() {
 #[test]
 fn ranks_agree_where_they_suspect_the_living() {
     let two = Scope { has_controller: false, false_alarms: 2, ..BY_WORD };
-    let three = Scope { ranks: 3, deaths: 0, ..two };
+    let three = Scope { ranks: 3, deaths: 0, holders: 1, ..two };
     expect_sound(&[two, three, Scope { tree_is_lost: false, false_alarms: 3, ..three }]);
 }
 

@@ -105,3 +105,30 @@ fn who_gives_up_is_dead_to_the_others() {
     assert!(matches!(views[0].poll_event(), Some(Event::Promise { .. })));
     assert_eq!(views[0].awaited(), []);
 }
+
+/// It may live behind a broken line, and wait.
+#[test]
+fn who_only_seems_dead_is_told_that_the_others_go_on() {
+    let mut views: [Two; 3] = [0, 1, 2].map(|rank| View::new((Rank(rank), 3), Dead::new(), false, at(10_000)));
+    for rank in [0, 1] {
+        views[rank].rank_died(Rank(2), Authority::Suspicion);
+    }
+    let mut is_told = false;
+    let mut committed = 0;
+    for _ in 0..20 {
+        for rank in 0..3 {
+            while let Some((to, said)) = views[rank].poll_transmit() {
+                is_told |= (to, &said) == (Rank(2), &Message::Excluded);
+                views[to.0 as usize].handle(Rank(rank as u32), said, at(1));
+            }
+            match views[rank].poll_event() {
+                Some(Event::Promise { ballot }) => views[rank].promise(ballot, 1),
+                Some(Event::Run { ballot, .. }) => views[rank].done(ballot, 3, 0),
+                Some(Event::Committed(outcome)) => committed += usize::from(outcome.dead == [Rank(2)]),
+                Some(Event::Ended(end)) => assert_eq!((rank, end), (2, End::Partitioned)),
+                None => {}
+            }
+        }
+    }
+    assert_eq!((committed, is_told), (2, true));
+}
