@@ -7,7 +7,7 @@
 mod common;
 mod members;
 
-use members::{Cluster, DEADLINE, DeviceMemory, Ending, Member, Memory, Task, be_a_rank, now_ns, signal, start};
+use members::{Cluster, DeviceMemory, Ending, Member, Memory, Task, be_a_rank, now_ns, signal, start};
 use rustix::process::{Pid, Signal};
 use std::fs;
 use std::time::Duration;
@@ -15,8 +15,11 @@ use sumac_hal::emu::Rng;
 
 const ROUNDS: u64 = 6;
 
-/// What a stop may cost: the limit for silence, the way back, and a machine that does something else.
-const NOTICED: Duration = Duration::from_secs(8);
+/// How long a call may take: far more than it takes to get over a stop.
+const PATIENT: Duration = Duration::from_secs(60);
+
+/// What a stop may cost: 5 s of silence, the way back and the other rounds, on a machine that does something else first.
+const NOTICED: Duration = Duration::from_secs(20);
 
 /// How long a straggler is away: longer than any device may be silent.
 const AWAY: Duration = Duration::from_secs(7);
@@ -42,7 +45,7 @@ fn the_only_device_of_a_job_is_got_over_when_it_is_stopped() {
         let mut cluster = Cluster::start();
         let device = cluster.device("device");
         let before = DeviceMemory::of(device.pid());
-        let task = cluster.task(3, memory, ROUNDS, 3 * DEADLINE);
+        let task = cluster.task(3, memory, ROUNDS, PATIENT);
         let mut members = start(&Task { repair: true, rounds_values: nth == 2, ..task });
         wait_within_an_operation(&mut members, &mut rng);
         let stopped = now_ns();
@@ -86,7 +89,7 @@ fn cpu_time(process: Pid) -> Duration {
 fn a_device_that_sleeps_while_ranks_wait_for_a_straggler_is_alive_and_idle() {
     let mut cluster = Cluster::start();
     let device = cluster.device("device");
-    let task = cluster.task(2, Memory::Registered, ROUNDS, 3 * DEADLINE);
+    let task = cluster.task(2, Memory::Registered, ROUNDS, PATIENT);
     let mut members = start(&Task { repair: true, ..task });
     members.iter_mut().for_each(|member| _ = member.second_round());
     signal(members[1].pid(), Signal::STOP);

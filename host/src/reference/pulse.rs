@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 /// How often a device that stands still is rung.
 const ASK_EVERY: Duration = Duration::from_millis(500);
 
-/// The most time between two looks that counts.
-const GAP_MAX: Duration = Duration::from_millis(500);
+/// The most time between two looks that counts, also between the last one and the beginning of a wait.
+pub(super) const GAP_MAX: Duration = Duration::from_millis(500);
 
 /// What a look at the count says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
