@@ -288,3 +288,49 @@ fn whoever_dies_while_a_lost_device_is_repaired_the_others_agree() {
         }
     }
 }
+
+/// What the dead rank had no part in completes, though it never entered it; what it had to add to fails, with all behind.
+#[test]
+fn calls_that_need_no_dead_rank_complete_at_all_that_are_left() {
+    for (way, configure) in [WAYS[0], WAYS[1]] {
+        let cluster = Cluster::start(1, 3);
+        let configure = |config: &mut JoinConfig| {
+            within_reason(configure)(config);
+            config.algo = Algo::Tree;
+        };
+        let have_started = Barrier::new(3);
+        cluster.run(way, 3, configure, |comm| {
+            let own = comm.rank();
+            let sum = comm.start_all_reduce(vec![own + 1; LEN], ReduceOp::Sum).expect("started");
+            if own == 1 {
+                sum.wait().expect("all are there");
+                have_started.wait();
+                return;
+            }
+            let told = comm.start_broadcast(vec![own; LEN], 2).expect("started");
+            let lost = comm.start_all_reduce(vec![own + 1; LEN], ReduceOp::Sum).expect("started");
+            let behind = comm.start_broadcast(vec![own; LEN], 2).expect("started");
+            let (sum, outcome) = sum.wait().expect("all were there");
+            assert!(sum.iter().all(|&x| x == 6) && outcome.path == Path::Tree, "{way}");
+            have_started.wait();
+            let (told, outcome) = told.wait().expect("its root is alive");
+            assert!(told.iter().all(|&x| x == 2) && outcome.path == Path::Tree, "{way}");
+            for error in [lost.wait().err(), behind.wait().err(), comm.barrier().err()] {
+                let error = error.expect("a rank is dead");
+                let Error::RanksFailed { ranks, operation: 2, fresh: Fresh::Elements(runs) } = first(&error) else {
+                    panic!("{way}: {error}");
+                };
+                assert_eq!((&ranks[..], &runs[..]), (&[Rank(1)][..], &[][..]), "{way}");
+            }
+            assert_eq!(comm.shrink().expect("two are left").size(), 2);
+        });
+    }
+}
+
+/// Return what had ended a communicator.
+fn first(error: &Error) -> &Error {
+    match error {
+        Error::Ended(first) => first,
+        error => error,
+    }
+}

@@ -276,6 +276,9 @@ fn a_rank_that_is_stopped_without_a_controller_is_left_behind() {
         signal(victim.pid(), Signal::CONT);
         seen.note(&victim.ending(), continued, DEADLINE, &["Partitioned"], &context);
         members.push(victim);
+        for member in &mut members {
+            assert_eq!(member.look_again().changed, 0, "{context}: elements changed after the call had returned");
+        }
         members.into_iter().for_each(Member::end);
         println!("{context}: {seen:?}");
         drop(device);

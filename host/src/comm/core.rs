@@ -3,7 +3,7 @@
 
 use super::choices::Choices;
 use super::element::Element;
-use super::error::Error;
+use super::error::{Error, Fresh};
 use super::extent::Extent;
 use super::join::JoinConfig;
 use super::lost::Lost;
@@ -306,7 +306,8 @@ impl Core {
     pub(super) fn usable(&mut self) -> Result<(), Error> {
         match &self.ended {
             Some(error) if std::mem::take(&mut self.is_untold) => Err(error.clone()),
-            Some(error) => Err(Error::Ended(Box::new(error.clone()))),
+            // What a call that has not begun would write to is as it was.
+            Some(error) => Err(Error::Ended(Box::new(error.clone().with_fresh(Fresh::Elements(Vec::new()))))),
             None if self.lost.is_cancelled() => {
                 self.note_end(&Error::Cancelled);
                 Err(Error::Cancelled)
