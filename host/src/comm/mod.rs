@@ -47,8 +47,17 @@
 //! what is missing. Memory that the lost device reached is ordinary memory to the next one. [`JoinConfig::repair`] turns it
 //! all off.
 //!
+//! Ranks that were left out before ([`Straggler::Partial`]) would be needed: then nothing is repaired.
+//!
 //! When a rank dies, the others' operations end with [`Error::RankLost`], and whoever is left may go on in a communicator
 //! of its own: [`Communicator::shrink`].
+//!
+//! # When ranks come late
+//!
+//! [`Outcome::slowest`] names the rank that came last to an operation, and how late it was. What becomes of an operation
+//! to which ranks come too late is the caller's choice, for each call or in [`JoinConfig::straggler`]: it waits for them
+//! until its deadline ([`Straggler::Wait`], the default), fails for all by name ([`Straggler::Deadline`]), or is completed
+//! without them ([`Straggler::Partial`]), which [`Outcome::missing`] says and which ends the communicator for them.
 //!
 //! # Progress
 //!
