@@ -3,6 +3,8 @@
 mod common;
 
 use common::{Cluster, by_packets, plain};
+use std::io::{BufRead, BufReader};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -237,4 +239,88 @@ fn swarm() {
     let Stragglers { decisions, left_out, waited_for, failed, dropped, partial } = total;
     let marks = [decisions, left_out, waited_for, failed, dropped, partial];
     assert!(one.is_some() || marks.iter().all(|&mark| mark > 0), "never happened: {total:?}");
+}
+
+/// A rank of [`the_others_go_on_when_a_process_is_stopped`], as a process of its own: adds until ranks are missing, and a
+/// while longer.
+#[test]
+#[ignore = "run by another test"]
+fn rank_process() {
+    let config = JoinConfig { straggler: Straggler::Partial(LIMIT), ..JoinConfig::from_env().expect("as launched") };
+    let comm = Communicator::join(config).expect("join");
+    comm.barrier_with(&CallOptions { straggler: Some(Straggler::Wait), ..CallOptions::default() }).expect("barrier");
+    let mut without = 0;
+    for op in 0..100_000_u64 {
+        let mut buffer = [1_u64 << comm.rank(), op];
+        let outcome = match comm.all_reduce(&mut buffer, ReduceOp::Sum) {
+            Ok(outcome) => outcome,
+            Err(error) => return println!("ended: {error:?}"),
+        };
+        let members: u64 = members(&outcome).iter().map(|rank| 1 << rank).sum();
+        assert_eq!(buffer, [members, op * u64::from(members.count_ones())]);
+        if op == 10 {
+            println!("has added");
+        }
+        without += u32::from(!outcome.missing.is_empty());
+        if without == 100 {
+            return println!("went on without {}", outcome.missing);
+        }
+    }
+}
+
+#[test]
+fn the_others_go_on_when_a_process_is_stopped() {
+    let cluster = Cluster::start(2, 2);
+    let mut ranks: Vec<_> = (0..RANKS).map(|rank| Process::start(&cluster, rank)).collect();
+    ranks[2].wait_for("has added");
+    ranks[2].signal("-STOP");
+    for rank in [0, 1, 3] {
+        ranks[rank].wait_for("went on without 2");
+    }
+    ranks[2].signal("-CONT");
+    ranks[2].wait_for("ended: Excluded");
+}
+
+/// A rank of its own; killed when it is dropped.
+struct Process {
+    child: Child,
+    lines: std::io::Lines<BufReader<ChildStdout>>,
+}
+
+impl Process {
+    fn start(cluster: &Cluster, rank: u32) -> Self {
+        let mut command = Command::new(std::env::current_exe().expect("this test's file"));
+        command.args(["rank_process", "--exact", "--ignored", "--nocapture"]);
+        command.env("RANK", rank.to_string()).env("WORLD_SIZE", RANKS.to_string()).env("MASTER_ADDR", "127.0.0.1");
+        command.env("SUMAC_PORT", cluster.controller.local_addr().port().to_string()).env("SUMAC_ATTACH", "udp");
+        let mut child = command.stdout(Stdio::piped()).spawn().expect("a process");
+        let lines = BufReader::new(child.stdout.take().expect("piped")).lines();
+        Self { child, lines }
+    }
+
+    fn signal(&self, signal: &str) {
+        let sent = Command::new("kill").args([signal, &self.child.id().to_string()]).status().expect("kill runs");
+        assert!(sent.success(), "{sent}");
+    }
+
+    /// Read until it says this; its calls have deadlines, so it ends.
+    fn wait_for(&mut self, text: &str) {
+        let mut said = Vec::new();
+        for line in self.lines.by_ref() {
+            let line = line.expect("text");
+            if line.contains(text) {
+                return;
+            }
+            said.push(line);
+        }
+        panic!("{text:?} was never said: {said:?}");
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
 }

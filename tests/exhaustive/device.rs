@@ -9,6 +9,7 @@ use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::Uplink;
+use sumac_hal::wire::{Packet, Repr, payload_crc};
 
 /// A device at rest.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -168,9 +169,19 @@ pub(crate) fn transmit(node: &mut Node<'_>, now: Instant) -> Vec<(Addr, Vec<u8>)
     let mut buffer = [0; 1500];
     let mut sent = Vec::new();
     while let Some(out) = node.poll_transmit(&mut buffer, now) {
-        sent.push((out.to, buffer[..out.len_bytes].to_vec()));
+        sent.push((out.to, timeless(&buffer[..out.len_bytes])));
     }
     sent
+}
+
+/// Return a packet without what it says of who came last, and when: that depends on the clock, and nothing on it.
+pub(crate) fn timeless(bytes: &[u8]) -> Vec<u8> {
+    let mut bytes = bytes.to_vec();
+    let mut packet = Packet::new_unchecked(&mut bytes[..]);
+    let repr = Repr::parse(&packet).expect("machines send packets of this version");
+    let crc = payload_crc(packet.payload());
+    Repr { slowest: None, late_us: 0, ..repr }.emit(&mut packet, crc);
+    bytes
 }
 
 /// Return for what reason a packet was dropped that peers which keep the rules do not give.

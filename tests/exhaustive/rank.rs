@@ -1,5 +1,6 @@
 //! A rank: its endpoint, and the buffers that it lends it.
 
+use crate::device::timeless;
 use crate::machine::{Act, Event, Facts, Flaw, Machine};
 use crate::scope::{Data, ELEMENTS, Scope, Wiring};
 use std::ops::Range;
@@ -94,7 +95,7 @@ impl Member {
         let mut buffer = [0; 1500];
         let mut sent = Vec::new();
         while let Some(out) = self.endpoint.poll_transmit(&self.memory, &mut buffer, now) {
-            sent.push((out.to, buffer[..out.len_bytes].to_vec()));
+            sent.push((out.to, timeless(&buffer[..out.len_bytes])));
         }
         sent
     }

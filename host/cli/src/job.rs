@@ -180,6 +180,8 @@ pub(crate) struct Measured {
     pub(crate) retransmits: u64,
     /// The call that was repaired, the last one if there were several.
     pub(crate) repair: Option<Repair>,
+    /// The rank that came latest to a measured operation, and how many microseconds after the first.
+    pub(crate) slowest: Option<(u32, u32)>,
 }
 
 /// A call that was repaired: a measured operation, or a barrier next to it.

@@ -99,6 +99,7 @@ impl Bench<'_> {
             cpu_ns: 0,
             retransmits: 0,
             repair: None,
+            slowest: None,
         };
         let outcome = match self.check {
             Check::Every => self.each_checked(&mut workload, &options, &mut sum),
@@ -233,6 +234,8 @@ fn add(sum: &mut Measured, outcome: Outcome) {
     sum.fallback = sum.fallback.take().or(outcome.fallback);
     sum.wire_bytes += outcome.wire_bytes;
     sum.retransmits += outcome.retransmits;
+    let slowest = outcome.slowest.map(|slowest| (slowest.rank.0, slowest.late_us));
+    sum.slowest = sum.slowest.into_iter().chain(slowest).max_by_key(|(_, late_us)| *late_us);
 }
 
 fn failed(case: &Case, error: &sumac::Error) -> Failure {

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Output, Stdio};
 
-const PERF_KEYS: [&str; 18] = [
+const PERF_KEYS: [&str; 20] = [
     "collective",
     "dtype",
     "op",
@@ -28,6 +28,8 @@ const PERF_KEYS: [&str; 18] = [
     "cpu_us",
     "retransmits",
     "repaired",
+    "slowest_rank",
+    "late_us",
 ];
 
 fn rows(args: &[&str]) -> Vec<Value> {

@@ -47,6 +47,8 @@
 //! what is missing. Memory that the lost device reached is ordinary memory to the next one. [`JoinConfig::repair`] turns it
 //! all off.
 //!
+//! Ranks that were left out before ([`Straggler::Partial`]) would be needed: then nothing is repaired.
+//!
 //! # When ranks die
 //!
 //! Those that are left agree on who is dead, and on the first call that fails: [`Error::RanksFailed`] is the same at all of
@@ -58,6 +60,13 @@
 //! The controller says who is dead. Where it is gone, ranks that no longer hear of others go on without them if they are
 //! more than half of all; else they end with [`Error::Partitioned`]. Where they can't agree in time, [`Error::Deadline`]
 //! says that nothing was decided, and [`Error::OutcomeUnknown`] that others may have.
+//!
+//! # When ranks come late
+//!
+//! [`Outcome::slowest`] names the rank that came last to an operation, and how late it was. What becomes of an operation
+//! to which ranks come too late is the caller's choice, for each call or in [`JoinConfig::straggler`]: it waits for them
+//! until its deadline ([`Straggler::Wait`], the default), fails for all by name ([`Straggler::Deadline`]), or is completed
+//! without them ([`Straggler::Partial`]), which [`Outcome::missing`] says and which ends the communicator for them.
 //!
 //! # Progress
 //!

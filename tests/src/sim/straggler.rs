@@ -141,7 +141,8 @@ fn draw_cluster(seed: u64, draw: &mut Draw) -> (Options, Vec<Call>) {
     let cuts = draw.chance(800);
     let chunk = u64::from(options.chunk_len_bytes) / 4;
     let mut calls = Vec::new();
-    for _ in 0..3 + draw.below(6) {
+    // Large clusters do little, so that every seed costs about the same.
+    for _ in 0..2 + draw.below(if options.ranks > 60 { 1 } else { 7 }) {
         let count = draw.one_of(&[1, chunk, 2 * chunk + 1, 5 * chunk]);
         let root = Rank(draw.below(options.ranks as u64) as u32);
         let desc = match draw.below(12) {

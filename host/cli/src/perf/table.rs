@@ -47,6 +47,10 @@ pub(crate) struct Row {
     pub(crate) retransmits: u64,
     /// Whether any operation was repaired, or a barrier next to one.
     pub(crate) repaired: bool,
+    /// The rank that came latest to an operation, as the tree saw it; null by schedules.
+    pub(crate) slowest_rank: Option<u32>,
+    /// How long after the first.
+    pub(crate) late_us: Option<u32>,
 }
 
 impl Row {
@@ -55,6 +59,7 @@ impl Row {
         let figures = stats_of(case, ranks);
         let desc = case.desc();
         let path = common_path(ranks);
+        let slowest = ranks.iter().filter_map(|rank| rank.slowest).max_by_key(|(_, late_us)| *late_us);
         Self {
             collective: case.collective.name(),
             dtype: desc.dtype.map(Dtype::name),
@@ -74,6 +79,8 @@ impl Row {
             cpu_us: thousandths(figures.cpu_ns / 1e3),
             retransmits: ranks.iter().map(|rank| rank.retransmits).sum(),
             repaired: ranks.iter().any(|rank| rank.repair.is_some()),
+            slowest_rank: slowest.map(|(rank, _)| rank),
+            late_us: slowest.map(|(_, late_us)| late_us),
         }
     }
 }
@@ -150,6 +157,7 @@ mod tests {
             cpu_ns: 9000,
             retransmits: 1,
             repair: None,
+            slowest: Some((3, 70)),
         }
     }
 
@@ -163,6 +171,7 @@ mod tests {
         ranks[2].times_ns[1] = 1_048_576;
         ranks[1].wire_bytes = 6000;
         ranks[3].wrong = 2;
+        ranks[2].slowest = Some((1, 90));
         let row = Row::new(&case(Collective::AllReduce), &ranks, Some(Attached::ByReference));
         let json = serde_json::to_string(&row).expect("plain data");
         assert_eq!(
@@ -170,7 +179,7 @@ mod tests {
             "{\"collective\":\"all_reduce\",\"dtype\":\"f32\",\"op\":\"sum\",\"ranks\":4,\"size_bytes\":1048576,\
              \"count\":262144,\"algo\":\"tree\",\"path\":\"tree\",\"attach\":\"shm\",\"time_us\":262.144,\"p99_us\":1048.576,\
              \"algbw_gbytes_s\":4.0,\"busbw_gbytes_s\":6.0,\"wrong\":2,\"wire_bytes\":2000,\"cpu_us\":3.0,\
-             \"retransmits\":4,\"repaired\":false}"
+             \"retransmits\":4,\"repaired\":false,\"slowest_rank\":1,\"late_us\":90}"
         );
     }
 

@@ -292,7 +292,17 @@ mod tests {
 
     fn measured(times_ns: [u64; 3], repair: Option<Repair>) -> Measured {
         let (path, fallback, wire_bytes, cpu_ns, retransmits) = (None, None, 0, 0, 0);
-        Measured { times_ns: times_ns.into(), wrong: 0, path, fallback, wire_bytes, cpu_ns, retransmits, repair }
+        Measured {
+            times_ns: times_ns.into(),
+            wrong: 0,
+            path,
+            fallback,
+            wire_bytes,
+            cpu_ns,
+            retransmits,
+            repair,
+            slowest: None,
+        }
     }
 
     #[test]
