@@ -4,7 +4,7 @@
 //! so that a run of 256 ranks costs little more an event than one of two.
 
 use super::attack::Attacker;
-use super::check::check_return;
+use super::check::{check_queues, check_return};
 use super::clock::{Clock, Whose};
 use super::controller::Controller;
 use super::coverage::{Mark, Seen, Slots};
@@ -23,7 +23,7 @@ use sumac::endpoint::Event;
 use sumac_device::Node;
 use sumac_hal::ctrl::Counters;
 use sumac_hal::emu::{Delivery, Fabric, NthPacket};
-use sumac_hal::ids::{ChildIndex, Epoch};
+use sumac_hal::ids::Epoch;
 use sumac_hal::op::Path;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::{HEADER_LEN, Kind, Packet, Repr};
@@ -91,6 +91,8 @@ pub(super) struct Cluster<'o, 'm> {
     /// Messages between ranks, and to and from the controller.
     pub(super) letters: BTreeMap<(Instant, u64), Mail>,
     pub(super) mail_numbers: u64,
+    /// The most of them on their way at once.
+    pub(super) letters_most: u64,
     pub(super) mail_last: BTreeMap<(usize, usize), Instant>,
     pub(super) mail_draw: Draw,
     /// Of each group's repairs, by view.
@@ -172,6 +174,7 @@ fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) ->
         pending: Vec::new(),
         letters: BTreeMap::new(),
         mail_numbers: 0,
+        letters_most: 0,
         mail_last: BTreeMap::new(),
         mail_draw: Draw::new(options.seed ^ 0x6d61_696c),
         records: BTreeMap::new(),
@@ -473,7 +476,7 @@ impl Cluster<'_, '_> {
         };
         let is_up = match (&from, &to) {
             (_, Owner::Node { device, .. }) if below(*device) => true,
-            (Owner::Node { device, .. }, _) if below(*device) || repr.child == ChildIndex::ALL => false,
+            (Owner::Node { device, .. }, _) if below(*device) => false,
             // Nobody's: forged.
             _ => return,
         };
@@ -482,6 +485,7 @@ impl Cluster<'_, '_> {
 
     fn ask_rank(&mut self, rank: usize, group: usize) -> Result<Option<Instant>, Violation> {
         let now = self.rank_time(rank);
+        check_queues(self.options, &self.members[rank][group])?;
         let member = &mut self.members[rank][group];
         let from = rank_addr(rank, group);
         while self.fabric.ready_at(from) <= self.now
