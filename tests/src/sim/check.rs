@@ -219,7 +219,7 @@ impl Cluster<'_, '_> {
         let nodes = self.wirings.iter().flat_map(|wiring| &wiring.nodes);
         let links: u64 = nodes.map(|node| u64::from(node.children)).sum::<u64>() * self.options.groups.len() as u64;
         let limit = links * IN_FLIGHT_A_WINDOW * u64::from(self.options.window.max(8)) + self.attacker.sent();
-        within("packets on their way", self.in_flight_most(), limit)?;
+        within("packets on their way", self.in_flight_most, limit)?;
         // Whoever waits asks, ever less often; what is lost is sent again, and asked for.
         let chunks: u64 = (0..self.options.groups.len()).filter_map(|group| ends(self.options, group, 0).last()).sum();
         let ranks = self.options.ranks as u64;
