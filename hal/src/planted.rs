@@ -60,12 +60,14 @@ pub enum Bug {
     ChecksumUnchecked,
     /// Endpoint: a repair is told that chunks which have landed lack their results, so that they are computed again.
     ComputedTwice,
+    /// Endpoint: results are taken in after others were told what is here, as by a port without a fence.
+    MissingFence,
 }
 
 #[cfg(feature = "planted")]
 impl Bug {
     /// All of them.
-    pub const ALL: [Self; 25] = [
+    pub const ALL: [Self; 26] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochForgotten,
@@ -91,6 +93,7 @@ impl Bug {
         Self::DeadHopUnnoticed,
         Self::ChecksumUnchecked,
         Self::ComputedTwice,
+        Self::MissingFence,
     ];
 }
 

@@ -42,6 +42,15 @@ fn bytes_take_their_time_on_both_links() {
 }
 
 #[test]
+fn a_link_says_when_it_is_free() {
+    let mut fabric = Fabric::new(1, slow());
+    assert_eq!(fabric.ready_at(A), us(0));
+    fabric.send(us(5), A, B, &[0; 100]);
+    fabric.send(us(5), A, B, &[0; 50]);
+    assert_eq!((fabric.ready_at(A), fabric.ready_at(B)), (us(155), us(0)), "sending is A's");
+}
+
+#[test]
 fn paths_differ_by_direction() {
     let mut fabric = Fabric::new(1, slow());
     fabric.set_link(B, A, LinkConfig { latency: Duration::from_micros(3), ..LinkConfig::default() });

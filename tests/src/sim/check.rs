@@ -219,9 +219,16 @@ impl Cluster<'_, '_> {
         let nodes = self.wirings.iter().flat_map(|wiring| &wiring.nodes);
         let links: u64 = nodes.map(|node| u64::from(node.children)).sum::<u64>() * self.options.groups.len() as u64;
         let limit = links * IN_FLIGHT_A_WINDOW * u64::from(self.options.window.max(8)) + self.attacker.sent();
-        within("packets on their way", self.in_flight_most(), limit)?;
+        within("packets on their way", self.in_flight_most, limit)?;
         // Whoever waits asks, ever less often; what is lost is sent again, and asked for.
         let chunks: u64 = (0..self.options.groups.len()).filter_map(|group| ends(self.options, group, 0).last()).sum();
+        let ranks = self.options.ranks as u64;
+        let each = |group| {
+            let chunks = ends(self.options, group, 0).last().unwrap_or(0);
+            // To and from the controller, accounts, votes and schedules; contributions and results.
+            LETTERS_A_PAIR * ranks * ranks + 2 * ranks * chunks
+        };
+        within("letters on their way", self.letters_most, (0..self.options.groups.len()).map(each).sum())?;
         let asked = (self.now - Instant::ZERO).as_millis() as u64 / 25;
         let lives = self.life + 1 + self.view_changes;
         let limit = links * (PACKETS_A_CHUNK * chunks + PACKETS_A_PROBE * (asked + 16)) * lives;
@@ -282,6 +289,18 @@ impl Cluster<'_, '_> {
         }
         Ok(())
     }
+}
+
+/// Check a rank's queues before it sends, when they are longest: headers, chunks to be sent again, what is kept.
+pub(super) fn check_queues(options: &Options, member: &Member) -> Result<(), Violation> {
+    let progress = member.endpoint.progress();
+    let window = u64::from(options.window);
+    // A gap is asked for once at a time; a probe for each shard.
+    within("headers to be sent by a rank", progress.replies as u64, 2 * window + u64::from(options.shards))?;
+    within("chunks to be sent again by a rank", progress.again as u64, window)?;
+    // What was sent is less than a window ahead of what all have; operations are let go whole.
+    let kept = 2 * window * u64::from(options.chunk_len_bytes);
+    within("bytes kept by a rank", progress.kept_bytes as u64, kept)
 }
 
 /// Check an operation that returns now: every rank has called it (PROTOCOL 1), and the results of an all-reduce that
@@ -346,6 +365,9 @@ const RUDE: [(DropReason, &str); 7] = [
 
 /// Contribution and answer, each sent a few times, with a Nak for each.
 const PACKETS_A_CHUNK: u64 = 40;
+
+/// Between two ranks: everything of a repair, and words that are repeated.
+const LETTERS_A_PAIR: u64 = 8;
 
 /// Probe and Status.
 const PACKETS_A_PROBE: u64 = 4;

@@ -4,7 +4,7 @@
 //! so that a run of 256 ranks costs little more an event than one of two.
 
 use super::attack::Attacker;
-use super::check::check_return;
+use super::check::{check_queues, check_return};
 use super::clock::{Clock, Whose};
 use super::controller::Controller;
 use super::coverage::{Mark, Seen, Slots};
@@ -15,18 +15,17 @@ use super::repair::{Mail, Record, Way, is_loss_of_tree};
 use super::report::{Report, Violation};
 use super::scenario::Scenario;
 use super::setup::{Member, Tables, boot, draw_posts, install};
-use super::wiring::{EPOCH, Owner, Wiring, child_key, group_id, node_addr, owner, rank_addr, sharer};
+use super::wiring::{EPOCH, Owner, Wiring, node_addr, owner, rank_addr, sharer};
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 use sumac::endpoint::Event;
 use sumac_device::Node;
 use sumac_hal::ctrl::Counters;
-use sumac_hal::emu::{Delivery, Fabric, NthPacket};
-use sumac_hal::ids::{ChildIndex, Epoch};
+use sumac_hal::emu::{Fabric, NthPacket};
+use sumac_hal::ids::Epoch;
 use sumac_hal::op::Path;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{HEADER_LEN, Kind, Packet, Repr};
 
 /// Calls still to be made: (when, number) to (rank, group, operation).
 pub(super) type Posts = BTreeMap<(Instant, u64), (usize, usize, usize)>;
@@ -71,8 +70,8 @@ pub(super) struct Cluster<'o, 'm> {
     timers: BTreeSet<(Instant, Actor)>,
     timer_of: BTreeMap<Actor, Instant>,
     buffer: Vec<u8>,
-    ended_at: Instant,
-    in_flight_most: u64,
+    pub(super) ended_at: Instant,
+    pub(super) in_flight_most: u64,
     /// Packets to shared addresses, and what became of them.
     pub(super) shared_sent: u64,
     pub(super) shared_copies: u64,
@@ -80,7 +79,7 @@ pub(super) struct Cluster<'o, 'm> {
     pub(super) past: Counters,
     pub(super) seen: Seen,
     /// By device and shard.
-    slots: BTreeMap<(usize, usize), Slots>,
+    pub(super) slots: BTreeMap<(usize, usize), Slots>,
     alarm_numbers: u64,
     /// Where groups that repair have been, and are.
     pub(super) assignments: Vec<Assignment>,
@@ -91,6 +90,8 @@ pub(super) struct Cluster<'o, 'm> {
     /// Messages between ranks, and to and from the controller.
     pub(super) letters: BTreeMap<(Instant, u64), Mail>,
     pub(super) mail_numbers: u64,
+    /// The most of them on their way at once.
+    pub(super) letters_most: u64,
     pub(super) mail_last: BTreeMap<(usize, usize), Instant>,
     pub(super) mail_draw: Draw,
     /// Of each group's repairs, by view.
@@ -172,6 +173,7 @@ fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) ->
         pending: Vec::new(),
         letters: BTreeMap::new(),
         mail_numbers: 0,
+        letters_most: 0,
         mail_last: BTreeMap::new(),
         mail_draw: Draw::new(options.seed ^ 0x6d61_696c),
         records: BTreeMap::new(),
@@ -222,7 +224,7 @@ impl Cluster<'_, '_> {
     }
 
     /// Return the tree in which a device serves a group, and a number that tells it from others of that group.
-    fn wiring_at(&self, device: usize, group: usize) -> Option<(&Wiring, u32)> {
+    pub(super) fn wiring_at(&self, device: usize, group: usize) -> Option<(&Wiring, u32)> {
         if self.options.repairs() {
             let tree = *self.placed.get(&(device, group))?;
             return Some((&self.assignments[tree].wiring, tree as u32));
@@ -433,55 +435,9 @@ impl Cluster<'_, '_> {
         wake_at
     }
 
-    fn look_at_slots(&mut self, device: usize, shard: usize) {
-        for group in 0..self.options.all_groups() {
-            let Some((wiring, life)) = self.wiring_at(device, group) else { continue };
-            let Some(place) = wiring.nodes.iter().find(|node| node.device == device) else { continue };
-            let is_root = place.parent.is_none();
-            let slots = self.slots.entry((device, shard)).or_default();
-            slots.look(&self.devices[device].shards[shard], (group_id(group), life), is_root, &mut self.seen);
-        }
-    }
-
-    /// What a device's clock says.
-    pub(super) fn device_time(&self, device: usize) -> Instant {
-        Clock::draw(self.options.seed, Whose::Device(device)).at(self.now)
-    }
-
-    fn rank_time(&self, rank: usize) -> Instant {
-        Clock::draw(self.options.seed, Whose::Rank(rank)).at(self.now)
-    }
-
-    /// Note what arrived, if it is what it says. (A checksum is worth its time only where a damaged packet would pass
-    /// for something rare.)
-    fn note_packet(&mut self, delivery: &Delivery) {
-        let bytes = &delivery.bytes[..];
-        if bytes.len() < HEADER_LEN {
-            return;
-        }
-        let header = Packet::new_unchecked(bytes);
-        let kind = Kind::from_wire(header.kind());
-        let is_rare = matches!(kind, Some(Kind::Nak | Kind::Ref));
-        let Some(repr) = Repr::parse(&header).ok().filter(|_| !is_rare || Packet::new_checked(bytes).is_ok()) else {
-            return;
-        };
-        let (from, to) = (owner(delivery.from), owner(delivery.to));
-        let below = |parent: usize| {
-            let group = (repr.group.0.wrapping_sub(group_id(0).0)) as usize;
-            let is_known = group < self.options.all_groups();
-            is_known && child_key(self.options, parent, group, repr.epoch, repr.child) == repr.key
-        };
-        let is_up = match (&from, &to) {
-            (_, Owner::Node { device, .. }) if below(*device) => true,
-            (Owner::Node { device, .. }, _) if below(*device) || repr.child == ChildIndex::ALL => false,
-            // Nobody's: forged.
-            _ => return,
-        };
-        self.seen.packet(&repr, is_up);
-    }
-
     fn ask_rank(&mut self, rank: usize, group: usize) -> Result<Option<Instant>, Violation> {
         let now = self.rank_time(rank);
+        check_queues(self.options, &self.members[rank][group])?;
         let member = &mut self.members[rank][group];
         let from = rank_addr(rank, group);
         while self.fabric.ready_at(from) <= self.now
@@ -539,42 +495,6 @@ impl Cluster<'_, '_> {
                 other => panic!("unknown event {other:?}"),
             }
         }
-    }
-
-    fn report(&self) -> Report {
-        let mut counters = self.past;
-        let nodes = self.devices.iter().flat_map(|device| &device.shards);
-        nodes.for_each(|node| counters.merge(node.counters()));
-        let links = self.fabric.counters();
-        let mut report = Report {
-            log_hash: self.fabric.log_hash(),
-            took: self.ended_at - Instant::ZERO,
-            packets: links.sent,
-            in_flight_most: self.in_flight_most,
-            incast_drops: links.dropped_by_queue,
-            marked: links.marked,
-            counters,
-            attacks: self.attacker.sent(),
-            seen: self.seen,
-            view_changes: self.view_changes,
-            repairs: self.seen.count(Mark::OpRepaired),
-            repair_bytes: self.repair_bytes,
-            ..Report::default()
-        };
-        for member in self.members.iter().flatten() {
-            let stats = member.endpoint.stats();
-            report.retransmits += stats.retransmits;
-            report.probes += stats.probes;
-            report.rank_drops += stats.dropped;
-            report.shared_results += stats.shared_results;
-            report.count_end(member.error);
-        }
-        report
-    }
-
-    /// The most packets that were on their way at once.
-    pub(super) fn in_flight_most(&self) -> u64 {
-        self.in_flight_most
     }
 }
 

@@ -7,6 +7,18 @@
 //! panic. What the links did wrong in a run can be recorded, repeated and [shrunk](shrink) to a short script.
 //!
 //! The links and the rules by which they fail are `hal::emu`'s; nothing here sleeps, reads a clock or opens a socket.
+//!
+//! What is drawn: 1 to 256 ranks, up to three groups on up to two trees of 1 to 4 levels, shards, windows, types, sizes,
+//! links, who listens to shared addresses, moments of calls, clocks that are hours apart and count 200 ppm too fast or
+//! too slow; loss, duplication and reordering of up to 30 %, damage, one-way cuts and slow links, each kind off in most
+//! runs; a device that dies or restarts, a link that is cut for longer than a dead hop takes, a controller that forgets
+//! everything, up to three of these one after the other, at a time or right after a step of an operation or of a repair
+//! ([`Point`]); an attacker.
+//!
+//! Ranks that [repair](ScenarioKind::Repair) use what `sumac::comm` decides with; the controller is a small model of the
+//! real one, which lives on threads. What is not here, and tested elsewhere: contributions by reference
+//! (`sumac_device`'s own tests draw orders and failures of engines, `tests/references` and `tests/repairs` run whole
+//! clusters), ranks that die (`tests/survivors.rs`), jobs with ranks of their own.
 
 mod attack;
 mod check;
@@ -16,6 +28,7 @@ mod controller;
 mod coverage;
 mod faults;
 mod incident;
+mod look;
 mod loss;
 mod memory;
 mod options;

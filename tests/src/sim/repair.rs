@@ -53,6 +53,8 @@ enum Stage {
 #[derive(Debug)]
 pub(super) struct Repair {
     stage: Stage,
+    /// What this rank has told the others.
+    account: Account,
     decision: Decision,
     /// Chunks whose results are not here.
     missing: BTreeSet<u64>,
@@ -114,6 +116,7 @@ impl Cluster<'_, '_> {
         *last = at.max(*last);
         self.mail_numbers += 1;
         self.letters.insert((*last, self.mail_numbers), mail);
+        self.letters_most = self.letters_most.max(self.letters.len() as u64);
     }
 
     pub(super) fn mail_due(&mut self) -> Result<(), Violation> {
@@ -190,8 +193,9 @@ impl Cluster<'_, '_> {
         let member = &mut self.members[rank][group];
         member.endpoint.freeze();
         let decision = Decision { cut: 0, chunks: Vec::new() };
-        member.repair = Some(Repair { stage: Stage::Accounts, decision, missing: BTreeSet::new() });
         let account = Account::of(&member.endpoint);
+        let told = account.clone();
+        member.repair = Some(Repair { stage: Stage::Accounts, account: told, decision, missing: BTreeSet::new() });
         self.tell_all((rank, group), &Part::Account(account));
         self.reach(Point::Frozen, None);
         self.touch_rank(rank, group);
@@ -346,6 +350,9 @@ impl Cluster<'_, '_> {
         let tree = votes[&0].filter(|_| all_alike);
         let member = &mut self.members[rank][group];
         let repair = member.repair.take().expect("in a repair");
+        if Account::of(&member.endpoint) != repair.account {
+            return Err(Violation::NotFenced { group, rank, view });
+        }
         let below = member.first as u64 + repair.decision.completed_below(&member.endpoint).0;
         member.inboxes.remove(&view);
         member.view += 1;

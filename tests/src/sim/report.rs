@@ -130,6 +130,16 @@ pub enum Violation {
         /// Why not.
         why: String,
     },
+    /// A rank has taken something in after it had told the others what it has.
+    #[error("group {group} rank {rank} view {view}: what it has is no longer what it told the others")]
+    NotFenced {
+        /// The group's index.
+        group: usize,
+        /// The rank.
+        rank: usize,
+        /// The view.
+        view: u32,
+    },
     /// Ranks have decided different things about a lost tree.
     #[error("group {group} view {view}: ranks decide different things")]
     Disagreement {
@@ -196,6 +206,7 @@ impl Violation {
             Self::NotKept { .. } => "retention",
             Self::Refused { .. } => "refused request",
             Self::Unrepairable { .. } => "unrepairable",
+            Self::NotFenced { .. } => "not fenced",
             Self::Disagreement { .. } => "disagreement",
             Self::Again { .. } => "computed again",
             Self::Conservation { what, .. } | Self::Limit { what, .. } => what,

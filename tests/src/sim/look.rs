@@ -1,0 +1,90 @@
+//! Looking at a cluster from outside: what arrives, what slots go through, what all have counted in the end.
+
+use super::clock::{Clock, Whose};
+use super::cluster::Cluster;
+use super::coverage::Mark;
+use super::report::Report;
+use super::wiring::{Owner, child_key, group_id, owner};
+use sumac_hal::emu::Delivery;
+use sumac_hal::time::Instant;
+use sumac_hal::wire::{HEADER_LEN, Kind, Packet, Repr};
+
+impl Cluster<'_, '_> {
+    /// What a device's clock says.
+    pub(super) fn device_time(&self, device: usize) -> Instant {
+        Clock::draw(self.options.seed, Whose::Device(device)).at(self.now)
+    }
+
+    pub(super) fn rank_time(&self, rank: usize) -> Instant {
+        Clock::draw(self.options.seed, Whose::Rank(rank)).at(self.now)
+    }
+
+    pub(super) fn look_at_slots(&mut self, device: usize, shard: usize) {
+        for group in 0..self.options.all_groups() {
+            let Some((wiring, life)) = self.wiring_at(device, group) else { continue };
+            let Some(place) = wiring.nodes.iter().find(|node| node.device == device) else { continue };
+            let is_root = place.parent.is_none();
+            let slots = self.slots.entry((device, shard)).or_default();
+            slots.look(&self.devices[device].shards[shard], (group_id(group), life), is_root, &mut self.seen);
+        }
+    }
+
+    /// Note what arrived, if it is what it says. (A checksum is worth its time only where a damaged packet would pass
+    /// for something rare.)
+    pub(super) fn note_packet(&mut self, delivery: &Delivery) {
+        let bytes = &delivery.bytes[..];
+        if bytes.len() < HEADER_LEN {
+            return;
+        }
+        let header = Packet::new_unchecked(bytes);
+        let kind = Kind::from_wire(header.kind());
+        let is_rare = matches!(kind, Some(Kind::Nak | Kind::Ref));
+        let Some(repr) = Repr::parse(&header).ok().filter(|_| !is_rare || Packet::new_checked(bytes).is_ok()) else {
+            return;
+        };
+        let (from, to) = (owner(delivery.from), owner(delivery.to));
+        let below = |parent: usize| {
+            let group = (repr.group.0.wrapping_sub(group_id(0).0)) as usize;
+            let is_known = group < self.options.all_groups();
+            is_known && child_key(self.options, parent, group, repr.epoch, repr.child) == repr.key
+        };
+        let is_up = match (&from, &to) {
+            (_, Owner::Node { device, .. }) if below(*device) => true,
+            (Owner::Node { device, .. }, _) if below(*device) => false,
+            // Nobody's: forged.
+            _ => return,
+        };
+        self.seen.packet(&repr, is_up);
+    }
+
+    pub(super) fn report(&self) -> Report {
+        let mut counters = self.past;
+        let nodes = self.devices.iter().flat_map(|device| &device.shards);
+        nodes.for_each(|node| counters.merge(node.counters()));
+        let links = self.fabric.counters();
+        let mut report = Report {
+            log_hash: self.fabric.log_hash(),
+            took: self.ended_at - Instant::ZERO,
+            packets: links.sent,
+            in_flight_most: self.in_flight_most,
+            incast_drops: links.dropped_by_queue,
+            marked: links.marked,
+            counters,
+            attacks: self.attacker.sent(),
+            seen: self.seen,
+            view_changes: self.view_changes,
+            repairs: self.seen.count(Mark::OpRepaired),
+            repair_bytes: self.repair_bytes,
+            ..Report::default()
+        };
+        for member in self.members.iter().flatten() {
+            let stats = member.endpoint.stats();
+            report.retransmits += stats.retransmits;
+            report.probes += stats.probes;
+            report.rank_drops += stats.dropped;
+            report.shared_results += stats.shared_results;
+            report.count_end(member.error);
+        }
+        report
+    }
+}
