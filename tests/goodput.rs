@@ -60,21 +60,21 @@ fn all_reduce((tree, ranks): (Shape, usize), chunks: u64, window: u16, link: Lin
 
 /// Nodes of so many children on two levels, two of them below the root: (children, chunks). The chunks are enough for
 /// timers, of milliseconds, to be short beside the message.
-const TWO_LEVELS: [(usize, u64); 2] = [(4, 2048), (32, 256)];
+const TWO_LEVELS: [(usize, u64); 2] = [(4, 1024), (32, 128)];
 const LOSS_ON_TWO_LEVELS: [u16; 4] = [0, 1, 10, 100];
 
 /// The window is twice bandwidth x delay: a leaf sends a result to each child and a contribution up for every chunk, and
 /// a chunk has two hops up and two down.
 fn on_two_levels(children: usize, chunks: u64, loss: u16) -> (u16, Report) {
     let link = LinkConfig {
-        latency: Duration::from_micros(100),
-        bandwidth_bytes_per_s: Some(250_000_000),
+        latency: Duration::from_micros(400),
+        bandwidth_bytes_per_s: Some(62_500_000),
         receive_queue_bytes: Some(8 << 20),
         mark_queue_bytes: None,
     };
-    let packet_ns = u64::from(CHUNK_LEN_BYTES + HEADER_LEN as u16) * 1_000_000_000 / 250_000_000;
+    let packet_ns = u64::from(CHUNK_LEN_BYTES + HEADER_LEN as u16) * 1_000_000_000 / 62_500_000;
     let chunk_ns = packet_ns * (children as u64 + 1);
-    let delay_ns = 4 * 100_000 + 2 * chunk_ns;
+    let delay_ns = 4 * 400_000 + 2 * chunk_ns;
     let window = 2 * delay_ns.div_ceil(chunk_ns) as u16;
     let leaf = |leaf: usize| Shape::Node((0..children).map(|child| Shape::Rank(leaf * children + child)).collect());
     let tree = Shape::Node((0..2).map(leaf).collect());
@@ -84,7 +84,7 @@ fn on_two_levels(children: usize, chunks: u64, loss: u16) -> (u16, Report) {
 /// Print and return what is left of the goodput, and check what has to be left of it.
 fn two_levels() -> String {
     let mut text = String::from(
-        "One all-reduce through two levels, two leaves; links of 250 MB/s and 100 us; window 2 x bandwidth x delay.\n\
+        "One all-reduce through two levels, two leaves; links of 62.5 MB/s and 400 us; window 2 x bandwidth x delay.\n\
          children  chunks  window  loss/1000   time us  goodput %  retransmits  resent  probes  cuts\n",
     );
     for (children, chunks) in TWO_LEVELS {
