@@ -46,6 +46,7 @@ ARROWS = {
     "sumac": {"sumac-hal"},
     "sumac-firmware": {"sumac-hal", "sumac-device"},
     "sumac-bare": {"sumac-hal", "sumac-device"},
+    "sumac-agent": {"sumac-hal", "sumac-firmware"},
     "sumac-cli": ANY,
     "sumac-tests": ANY,
 }
