@@ -20,6 +20,10 @@ const SETTINGS_MAX_BYTES: u64 = 64 << 10;
 /// How long a shard that polls busily looks before it would sleep: longer than any silence of a card in use.
 const BUSY: Duration = Duration::from_secs(365 * 24 * 3600);
 
+/// What an emulated machine can promise to hold, in bytes: its packets first wait at the gateway, in a socket of Linux's default
+/// size (`net.core.rmem_default`, 208 KiB), which holds two fifths of that in packets.
+const GATEWAY_BYTES: usize = 80 << 10;
+
 /// How long to wait at a time for the controller.
 const REGISTER_WAIT: Duration = Duration::from_secs(3600);
 
@@ -54,7 +58,10 @@ pub enum RuntimeError {
 
 /// Describe the board.
 fn board_config(config: &Config, ip: Cidr) -> Result<BoardConfig, RuntimeError> {
-    let udp = UdpConfig { loopback_at: config.host, ..BoardConfig::new("", config.controller.into()).udp };
+    let mut udp = UdpConfig { loopback_at: config.host, ..BoardConfig::new("", config.controller.into()).udp };
+    if config.host.is_some() {
+        udp.receive_buffer_bytes = GATEWAY_BYTES;
+    }
     let spin = match config.poll {
         Polling::Busy => BUSY,
         Polling::Sleep => udp.spin,
@@ -134,8 +141,10 @@ mod tests {
         assert_eq!(emulated.controller, addr("10.0.2.2:7847"));
         assert_eq!(emulated.udp.loopback_at, Some("10.0.2.2".parse().expect("an address")));
         assert_eq!(emulated.advertise, Some(vec![addr("127.0.0.1:7300"), addr("127.0.0.1:7301")]));
-        assert_eq!((emulated.cores, emulated.shards, emulated.data_port), (vec![1], 2, Some(7100)));
+        assert_eq!((&emulated.cores[..], emulated.shards, emulated.data_port), (&[1][..], 2, Some(7100)));
         assert!(emulated.bus.is_none());
+        let buffers = [&plain, &emulated].map(|board| board.udp.receive_buffer_bytes);
+        assert!(buffers[1] == GATEWAY_BYTES && buffers[0] > 10 * GATEWAY_BYTES, "{buffers:?}");
     }
 
     #[test]
