@@ -54,6 +54,7 @@ ARROWS = {
     "sumac-firmware": {"sumac-hal", "sumac-device"},
     "sumac-bare": {"sumac-hal", "sumac-device"},
     "sumac-virtio": set(),
+    "sumac-agent": {"sumac-hal", "sumac-firmware"},
     "sumac-cli": ANY,
     "sumac-tests": ANY,
 }

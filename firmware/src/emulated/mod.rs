@@ -64,6 +64,8 @@ pub struct BoardConfig {
     pub slot_memory_bytes: usize,
     /// The data ports.
     pub udp: UdpConfig,
+    /// The processor of each shard's thread; those without one run anywhere.
+    pub cores: Vec<usize>,
     /// How long to wait between two attempts to reach the controller.
     pub redial: Duration,
     /// How ranks of this machine contribute by reference; `None` if they can't. Only a board of one shard has a bus.
@@ -86,6 +88,7 @@ impl BoardConfig {
             slot_memory_bytes: 256 << 20,
             // All children may send a window at once; the kernel cuts this to what it allows.
             udp: UdpConfig { receive_buffer_bytes: 32 << 20, ..UdpConfig::default() },
+            cores: Vec::new(),
             redial: Duration::from_millis(500),
             bus: Some(BusConfig::default()),
         }

@@ -3,6 +3,7 @@
 use super::bus::Arrival;
 use super::functions::Functions;
 use super::{BoardConfig, BoardError};
+use rustix::thread::{CpuSet, sched_setaffinity};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -108,13 +109,31 @@ pub(super) fn start_shard(config: &BoardConfig, index: u16, boot_id: BootId) -> 
     };
     let failed_chains = functions.as_ref().map(Functions::failed_chains);
     let (stopped, name) = (Arc::clone(&stop), config.name.clone());
-    let worker = Worker { port, node_config, inbox, stop: stopped, name, joined: Vec::new(), functions };
+    // Where loopback is another machine, nobody on this one can share an address with it.
+    let shares = config.udp.loopback_at.is_none();
+    let worker = Worker { port, node_config, inbox, stop: stopped, name, shares, joined: Vec::new(), functions };
+    let core = config.cores.get(usize::from(index)).copied();
     let thread = std::thread::Builder::new()
         .name(format!("shard-{index}"))
-        .spawn(move || worker.run(tables))
+        .spawn(move || {
+            pin(core);
+            worker.run(tables);
+        })
         .map_err(|source| BoardError::System { what: "start a shard's thread", source })?;
     let link = ShardLink { requests, waker };
     Ok(ShardHandle { addr, capabilities, arrivals, failed_chains, link, stop, thread: Some(thread) })
+}
+
+/// Keep this thread on a processor. One that there is not, or that this process may not use, is no reason not to serve.
+fn pin(core: Option<usize>) {
+    let Some(core) = core else { return };
+    let mut only = CpuSet::new();
+    if core < CpuSet::MAX_CPU {
+        only.set(core);
+    }
+    if let Err(error) = sched_setaffinity(None, &only) {
+        tracing::warn!(core, %error, "a shard can't be kept on this processor; it runs on any");
+    }
 }
 
 /// The shard's storage, on the heap.
@@ -170,6 +189,8 @@ struct Worker {
     inbox: Receiver<(Request, Sender<Response>)>,
     stop: Arc<AtomicBool>,
     name: String,
+    /// Whether what is sent to a shared address gets anywhere.
+    shares: bool,
     /// Shared addresses that the port listens to, each for a group.
     joined: Vec<(GroupId, Addr)>,
     /// Ranks of this machine that contribute by reference, if this shard serves the bus.
@@ -224,6 +245,9 @@ impl Worker {
         // Shard speaks to shard: a tree's nodes have equally many.
         if !config.by_reference.is_empty() && self.functions.is_none() {
             return Response::Refused(Refusal::NoBus(NoBus::None));
+        }
+        if !self.shares {
+            config.shared = None;
         }
         let shard = self.node_config.shard.index();
         match config.parent_shared.and_then(|shared| shared.addr.behind(shard)) {

@@ -55,6 +55,32 @@ fn the_following_shards_take_the_next_ports() {
 }
 
 #[test]
+fn a_shard_stays_on_its_processor() {
+    // This process's first processor, and one that no machine has: that shard runs anywhere.
+    let allowed = rustix::thread::sched_getaffinity(None).expect("own processors");
+    let first = (0..rustix::thread::CpuSet::MAX_CPU).find(|&core| allowed.is_set(core)).expect("one at least");
+    let config = BoardConfig { cores: vec![first, usize::MAX], ..config(2) };
+    let board = Board::start(config).expect("a board");
+    let limit = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    let alone = |task: &std::path::Path| {
+        let read = |file: &str| std::fs::read_to_string(task.join(file)).unwrap_or_default();
+        let status = read("status");
+        let cores = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+        read("comm").trim() == "shard-0" && cores.is_some_and(|cores| cores.trim() == first.to_string())
+    };
+    let is_pinned = || {
+        let tasks = std::fs::read_dir("/proc/self/task").expect("threads").flatten();
+        tasks.into_iter().any(|task| alone(&task.path()))
+    };
+    // It pins itself when it runs.
+    while !is_pinned() {
+        assert!(std::time::Instant::now() < limit, "shard-0 runs on more than processor {first}");
+        std::thread::yield_now();
+    }
+    assert_eq!(board.data_addrs().count(), 2);
+}
+
+#[test]
 fn addresses_that_can_not_be_meant_are_named() {
     let advertise = |addrs: &[SocketAddr]| Some(addrs.to_vec());
     let cases = [

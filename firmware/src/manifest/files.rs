@@ -20,9 +20,11 @@ use thiserror::Error;
 pub const MANIFEST_PATH: &str = "etc/sumac/manifest.json";
 
 /// Regular file, read and run by all, written by root.
-const MODE_FILE: u32 = 0o100_755;
-const MODE_MANIFEST: u32 = 0o100_444;
+pub(crate) const MODE_FILE: u32 = 0o100_755;
+pub(crate) const MODE_MANIFEST: u32 = 0o100_444;
 const MODE_FOLDER: u32 = 0o040_755;
+/// Character device, for root only.
+const MODE_DEVICE: u32 = 0o020_600;
 
 /// What the agent may start.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -117,7 +119,7 @@ pub fn write_archive(
     }
     let manifest = FileManifest { version: version.into(), epoch, files: digests };
     let sealed = envelope::seal(&manifest, key)?;
-    let mut archive = Archive { out, folders: BTreeSet::new(), inode: 0 };
+    let mut archive = Archive::new(out);
     for (digest, (_, source)) in manifest.files.iter().zip(files) {
         let fail = |error| FilesError::Io { path: source.display().to_string(), source: error };
         let mut file = File::open(source).map_err(fail)?;
@@ -131,7 +133,7 @@ pub fn write_archive(
         }
     }
     archive.add(MANIFEST_PATH, MODE_MANIFEST, &mut sealed.as_slice(), sealed.len() as u64)?;
-    newc::trailer(archive.out).map_err(|source| FilesError::Io { path: "archive".into(), source })?;
+    archive.finish()?;
     Ok(manifest)
 }
 
@@ -172,27 +174,57 @@ fn place(path: &str) -> Result<String, FilesError> {
 }
 
 /// A `newc` archive in the making.
-struct Archive<'a, W: Write> {
+pub(crate) struct Archive<'a, W: Write> {
     out: &'a mut W,
     /// What has an entry already.
     folders: BTreeSet<PathBuf>,
     inode: u32,
 }
 
-impl<W: Write> Archive<'_, W> {
-    /// Add a file and the folders on the way to it; return the SHA-256 of what was written.
-    fn add(&mut self, path: &str, mode: u32, data: &mut impl Read, len_bytes: u64) -> Result<String, FilesError> {
-        let fail = |source| FilesError::Io { path: path.into(), source };
-        let len = u32::try_from(len_bytes).map_err(|_| FilesError::TooLong { path: path.into(), len_bytes })?;
-        let mut folders: Vec<_> =
-            Path::new(path).ancestors().skip(1).filter(|folder| *folder != Path::new("")).collect();
+impl<'a, W: Write> Archive<'a, W> {
+    pub(crate) fn new(out: &'a mut W) -> Self {
+        Self { out, folders: BTreeSet::new(), inode: 0 }
+    }
+
+    /// Add a folder and those on the way to it.
+    pub(crate) fn folder(&mut self, path: &str) -> Result<(), FilesError> {
+        let mut folders: Vec<_> = Path::new(path).ancestors().filter(|folder| *folder != Path::new("")).collect();
         folders.reverse();
         for folder in folders {
             if self.folders.insert(folder.into()) {
                 let entry = self.entry(&folder.display().to_string(), MODE_FOLDER);
+                let fail = |source| FilesError::Io { path: path.into(), source };
                 entry.write(&mut *self.out, 0).finish().map_err(fail)?;
             }
         }
+        Ok(())
+    }
+
+    /// Add a character device.
+    pub(crate) fn device(&mut self, path: &str, (major, minor): (u32, u32)) -> Result<(), FilesError> {
+        let entry = self.entry(path, MODE_DEVICE).rdev_major(major).rdev_minor(minor);
+        let fail = |source| FilesError::Io { path: path.into(), source };
+        entry.write(&mut *self.out, 0).finish().map(drop).map_err(fail)
+    }
+
+    /// Say that this is all.
+    pub(crate) fn finish(self) -> Result<(), FilesError> {
+        let fail = |source| FilesError::Io { path: "archive".into(), source };
+        newc::trailer(self.out).map(drop).map_err(fail)
+    }
+
+    /// Add a file and the folders on the way to it; return the SHA-256 of what was written.
+    pub(crate) fn add(
+        &mut self,
+        path: &str,
+        mode: u32,
+        data: &mut impl Read,
+        len_bytes: u64,
+    ) -> Result<String, FilesError> {
+        let fail = |source| FilesError::Io { path: path.into(), source };
+        let len = u32::try_from(len_bytes).map_err(|_| FilesError::TooLong { path: path.into(), len_bytes })?;
+        let folder = Path::new(path).parent().unwrap_or(Path::new(""));
+        self.folder(&folder.display().to_string())?;
         let entry = self.entry(path, mode);
         let mut writer = entry.write(&mut *self.out, len);
         let mut hashing = super::Hashing { inner: data.take(len_bytes), digest: Default::default() };

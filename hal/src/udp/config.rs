@@ -1,7 +1,7 @@
 //! What a UDP port is set up with, why it can't be, and what it counts.
 
 use std::io;
-use std::net::{SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::time::Duration;
 use thiserror::Error;
 
@@ -41,6 +41,10 @@ pub struct UdpConfig {
     /// How long `wait` looks for packets before it yields and then sleeps. A spinning thread keeps the core from
     /// the one it waits for when threads outnumber cores, so keep it well below a wake-up (about 20 us).
     pub spin: Duration,
+    /// The address of an emulated machine's host, as the machine sees it: addresses of loopback (127.0.0.0/8) mean that
+    /// host, so packets to them go there, and what comes from there comes from 127.0.0.1. Peers of such a port can't
+    /// share an address with it. `None`: loopback is this machine.
+    pub loopback_at: Option<Ipv4Addr>,
 }
 
 impl Default for UdpConfig {
@@ -53,6 +57,7 @@ impl Default for UdpConfig {
             gso: Offload::Auto,
             gro: Offload::Auto,
             spin: Duration::ZERO,
+            loopback_at: None,
         }
     }
 }
@@ -112,6 +117,22 @@ pub struct UdpStats {
 }
 
 impl UdpConfig {
+    /// Return the address behind which the network has `addr`.
+    pub fn outside(&self, addr: SocketAddr) -> SocketAddr {
+        match (self.loopback_at, addr) {
+            (Some(host), SocketAddr::V4(addr)) if addr.ip().is_loopback() => SocketAddr::from((host, addr.port())),
+            _ => addr,
+        }
+    }
+
+    /// Return the address by which peers know whoever the network has behind `addr`.
+    pub(super) fn inside(&self, addr: SocketAddr) -> SocketAddr {
+        match self.loopback_at {
+            Some(host) if addr.ip() == IpAddr::V4(host) => SocketAddr::from((Ipv4Addr::LOCALHOST, addr.port())),
+            _ => addr,
+        }
+    }
+
     /// Return the longest packet for a socket bound to `local`.
     pub(super) fn packet_len(&self, local: SocketAddr) -> Result<usize, UdpError> {
         let len = match (self.max_packet_len_bytes, self.peer) {

@@ -131,7 +131,9 @@ impl UdpPort {
     /// Return the address if this socket can send there.
     fn reachable(&self, to: Addr) -> Option<SocketAddr> {
         match to {
-            Addr::Udp(to) if to.is_ipv4() == self.local_addr.is_ipv4() && to.port() != 0 => Some(to),
+            Addr::Udp(to) if to.is_ipv4() == self.local_addr.is_ipv4() && to.port() != 0 => {
+                Some(self.config.outside(to))
+            }
             _ => None,
         }
     }
@@ -243,6 +245,7 @@ impl Port for UdpPort {
             return None;
         }
         let Next { from, is_marked, message, range } = self.rx.advance()?;
+        let from = self.config.inside(from);
         Some(UdpRx { from, is_marked, bytes: self.rx.bytes(message, range) })
     }
 
@@ -276,7 +279,9 @@ impl Port for UdpPort {
     }
 
     fn join(&mut self, group: Addr) -> bool {
-        self.joined.join(group, self.socket.as_fd(), self.local_addr, &self.config, self.gro).is_ok()
+        // What is sent to a shared address does not leave an emulated machine's network, nor come into it.
+        self.config.loopback_at.is_none()
+            && self.joined.join(group, self.socket.as_fd(), self.local_addr, &self.config, self.gro).is_ok()
     }
 
     fn leave(&mut self, group: Addr) {

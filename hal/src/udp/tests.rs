@@ -217,6 +217,26 @@ fn the_wrong_kind_of_destination_is_dropped_and_counted() {
     assert_eq!((port.stats().send_dropped_packets, port.stats().sent_packets), (8, 5));
 }
 
+/// Another address of loopback plays the host of an emulated machine.
+#[test]
+fn addresses_of_loopback_mean_the_host_of_an_emulated_machine() {
+    let at = Ipv4Addr::new(127, 0, 0, 2);
+    let host = UdpSocket::bind((at, 0)).unwrap();
+    host.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    let known = SocketAddr::from((Ipv4Addr::LOCALHOST, host.local_addr().unwrap().port()));
+    let mut port = UdpPort::bind(LOOPBACK, &UdpConfig { loopback_at: Some(at), ..UdpConfig::default() }).unwrap();
+    send(&mut port, Addr::Udp(known), 10);
+    port.flush(Instant::ZERO);
+    let mut buffer = [0; 20];
+    let (len, from) = host.recv_from(&mut buffer).expect("the packet has gone to the host");
+    assert_eq!((len, from), (10, port.local_addr));
+    host.send_to(&buffer[..len], from).unwrap();
+    assert_eq!(port.wait(Some(Duration::from_secs(30))), Wake::Packet);
+    let packet = port.receive(Instant::ZERO).expect("what was waited for");
+    assert_eq!(packet.consume(|from, bytes| (from, bytes.len())), (Addr::Udp(known), 10));
+    assert!(!port.join(Addr::Udp("239.255.1.2:20000".parse().unwrap())), "the host can't share its addresses");
+}
+
 #[test]
 fn runs_cross_the_kernel_in_few_calls() {
     let config = UdpConfig { max_packet_len_bytes: Some(1472), ..UdpConfig::default() };

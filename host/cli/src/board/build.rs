@@ -65,7 +65,7 @@ pub(crate) struct BuildOptions {
 const RUSTUP_LIMIT_S: u32 = 120;
 
 /// Debian's compiler, which must be of the release that its library source is of.
-const DEBIAN_RUSTC: &str = "/usr/bin/rustc";
+pub(super) const DEBIAN_RUSTC: &str = "/usr/bin/rustc";
 const DEBIAN_SOURCE: &str = "/usr/lib/rustlib/src/rust";
 
 /// Return where `board`'s image is if it was built in the checkout that this folder is in.
@@ -134,7 +134,12 @@ fn image_path(source: &Path, board: BareBoard) -> PathBuf {
 
 /// Return the checkout to build from.
 fn source(given: Option<&Path>, board: BareBoard) -> anyhow::Result<PathBuf> {
-    let manifest = Path::new("firmware/boards").join(board.names().0).join("Cargo.toml");
+    source_with(given, &Path::new("firmware/boards").join(board.names().0))
+}
+
+/// Return the checkout with a package in `folder`.
+pub(super) fn source_with(given: Option<&Path>, folder: &Path) -> anyhow::Result<PathBuf> {
+    let manifest = folder.join("Cargo.toml");
     if let Some(given) = given {
         return if given.join(&manifest).is_file() {
             Ok(given.canonicalize()?)
@@ -166,7 +171,7 @@ fn choose(wanted: Toolchain, target: &str) -> anyhow::Result<Toolchain> {
     )
 }
 
-fn has_rustup_target(target: &str) -> bool {
+pub(super) fn has_rustup_target(target: &str) -> bool {
     let installed = || {
         let listed = Command::new("rustup").args(["target", "list", "--installed"]).output();
         listed.is_ok_and(|listed| String::from_utf8_lossy(&listed.stdout).lines().any(|line| line == target))

@@ -7,6 +7,7 @@
 mod build;
 mod extract;
 mod file;
+mod initramfs;
 mod repack;
 mod show;
 
@@ -45,6 +46,11 @@ enum ImageCommand {
     /// manifest of all images, signed if there is a key.
     #[command(after_long_help = BUILD_HELP)]
     Build(build::BuildArgs),
+    /// Make the first file system of a card: the agent as /init, and the kernel modules that it loads
+    ///
+    /// For `image build --initramfs`. The agent takes its configuration from the kernel's command line (`image build
+    /// --append 'sumac.name=leaf0 sumac.controller=10.0.0.1:7847'`) and from a store on the card.
+    Initramfs(initramfs::InitramfsArgs),
     /// Run a board without an operating system in QEMU, and print its log
     ///
     /// It dials the controller, and this host's UDP port is its own: `sumac perf --device 127.0.0.1:7100` measures it. Runs
@@ -80,6 +86,7 @@ pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
         ImageCommand::List(args) => show::list(args),
         ImageCommand::Verify(args) => show::verify(args),
         ImageCommand::Build(args) => build::run(args),
+        ImageCommand::Initramfs(args) => initramfs::run(args),
         ImageCommand::Run(args) => board::run(args),
         ImageCommand::Extract(args) => extract::run(args),
         ImageCommand::Repack(args) => repack::run(args),
@@ -103,6 +110,7 @@ EXAMPLES
       --base /lib/firmware/mellanox/boot/default.bfb --agent /usr/bin/sumac=sumac \\
       --image-version 1.2.0 --epoch 1 --sign-key key.pem -o sumac.bfb
   sumac image verify sumac.bfb --key pub.pem
+  sumac image initramfs --modules /lib/modules/VERSION -o initramfs.cpio
 
 The initramfs must say `Linux up` and then `DPU is ready` through the driver mlxbf-bootctl (write to
-/sys/devices/platform/MLNXBF04:00/rsh_log): `sumac flash` waits for it.";
+/sys/devices/platform/MLNXBF04:00/rsh_log): `sumac flash` waits for it. That of `sumac image initramfs` does.";

@@ -1,0 +1,233 @@
+//! Process 1, and the service: from nothing, or from somebody else's Linux, to a runtime that serves.
+
+use crate::config::{CommandLine, ConfigError, PREFIX, Settings};
+use crate::log::{LINUX_UP, Log};
+use crate::network::{self, NetworkError};
+use crate::store::{STORE_LEN_BYTES, Store, StoreError};
+use crate::supervisor;
+use crate::system;
+use std::convert::Infallible;
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+use sumac_firmware::slots::FileBlocks;
+use thiserror::Error;
+
+/// How long the store's device may take to appear.
+const STORE_LIMIT: Duration = Duration::from_secs(10);
+
+/// Why the agent can't do its work.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum AgentError {
+    /// A file system of the kernel is missing.
+    #[error("can't mount {target}: {source}")]
+    Mount {
+        /// Which.
+        target: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// What the agent is told is wrong, or not enough.
+    #[error("{0}")]
+    Config(#[from] ConfigError),
+    /// The data ports have no network.
+    #[error("{0}")]
+    Network(#[from] NetworkError),
+    /// A file can't be read, or the runtime not be found.
+    #[error("{what}: {source}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The store can't be used.
+    #[error("{path}: {source}")]
+    Store {
+        /// Which.
+        path: String,
+        /// Why.
+        source: StoreError<io::Error>,
+    },
+}
+
+/// Be process 1. It never ends: what can't be put right restarts the machine.
+pub fn init() -> ! {
+    let log = Log::default();
+    let (panicked, hook) = (log.clone(), std::panic::take_hook());
+    std::panic::set_hook(Box::new(move |panic| {
+        hook(panic);
+        // Whichever thread it was: half an agent is none.
+        system::restart(&panicked, "the agent panicked");
+    }));
+    match boot(&log) {
+        Ok(never) => match never {},
+        Err(error) => system::restart(&log, &error.to_string()),
+    }
+}
+
+fn boot(log: &Log) -> Result<Infallible, AgentError> {
+    system::mount_all().map_err(|(target, source)| AgentError::Mount { target, source })?;
+    system::open_console();
+    let modules = system::load_modules(log);
+    log.info(LINUX_UP);
+    log.info(&format!("agent {}, {modules} modules", env!("CARGO_PKG_VERSION")));
+    let line = fs::read_to_string("/proc/cmdline");
+    let line = line.map_err(|source| AgentError::System { what: "/proc/cmdline", source })?;
+    let line = CommandLine::parse(line.split_whitespace(), PREFIX)?;
+    let mut settings = settings(&line, log);
+    let config = settings.config()?;
+    let ip = network::configure(&config, log)?;
+    settings.set_ip(ip);
+    supervise(log, &settings)
+}
+
+/// Serve on a machine that is set up already, as these words say.
+///
+/// # Errors
+/// [`AgentError`].
+pub fn serve<'a>(words: impl IntoIterator<Item = &'a str>) -> Result<Infallible, AgentError> {
+    let log = Log::new([]);
+    let mut settings = settings(&CommandLine::parse(words, "")?, &log);
+    let ip = network::existing_address(&settings.config()?)?;
+    settings.set_ip(ip);
+    supervise(&log, &settings)
+}
+
+fn supervise(log: &Log, settings: &Settings) -> Result<Infallible, AgentError> {
+    supervisor::supervise(log, settings).map_err(|source| AgentError::System { what: "the runtime", source })
+}
+
+/// Return what the store says where the command line does not. A store that can't be used is told, and is as one that is
+/// empty: the command line may be enough.
+fn settings(line: &CommandLine, log: &Log) -> Settings {
+    let Some(path) = &line.store else { return line.settings.clone() };
+    let path = Path::new(path);
+    let opened =
+        wait_for(path).and_then(|()| open(path)).and_then(|mut store| Ok((kept(&mut store, path, log)?, store)));
+    let (kept, mut store) = match opened {
+        Ok(opened) => opened,
+        Err(error) => {
+            log.warn(&format!("store: {error}"));
+            return line.settings.clone();
+        }
+    };
+    let settings = kept.clone().overridden_by(&line.settings);
+    if line.keep && settings != kept {
+        match store.save(&settings.to_lines()) {
+            Ok(state) => log.info(&format!("store: {state}")),
+            Err(error) => log.warn(&format!("store: {error}")),
+        }
+    }
+    settings
+}
+
+fn wait_for(path: &Path) -> Result<(), AgentError> {
+    match system::wait_for_file(path, STORE_LIMIT) {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(failure(path)(StoreError::Device(io::ErrorKind::NotFound.into()))),
+        Err(error) => Err(failure(path)(StoreError::Device(error))),
+    }
+}
+
+fn failure(path: &Path) -> impl FnOnce(StoreError<io::Error>) -> AgentError + use<> {
+    let path = path.display().to_string();
+    move |source| AgentError::Store { path, source }
+}
+
+fn open(path: &Path) -> Result<Store<FileBlocks>, AgentError> {
+    let blocks = FileBlocks::open(path).map_err(|error| failure(path)(StoreError::Device(error)))?;
+    Store::open(blocks).map_err(failure(path))
+}
+
+fn kept(store: &mut Store<FileBlocks>, path: &Path, log: &Log) -> Result<Settings, AgentError> {
+    let (text, state) = store.load().map_err(failure(path))?;
+    log.info(&format!("store: {state}"));
+    Ok(match text.as_deref().map(Settings::from_lines) {
+        Some(Ok(settings)) => settings,
+        // Whole, but of another version of the agent.
+        Some(Err(error)) => {
+            log.warn(&format!("store: {error}"));
+            Settings::default()
+        }
+        None => Settings::default(),
+    })
+}
+
+/// Return what a store says, and which of its copies are whole.
+///
+/// # Errors
+/// [`AgentError`].
+pub fn show_store(path: &Path) -> Result<String, AgentError> {
+    let (text, state) = open(path)?.load().map_err(failure(path))?;
+    Ok(format!("# {state}\n{}", text.unwrap_or_default()))
+}
+
+/// Put these words into a store; a file is made if there is none.
+///
+/// # Errors
+/// [`AgentError`]; a word that is wrong changes nothing.
+pub fn write_store<'a>(path: &Path, words: impl IntoIterator<Item = &'a str>) -> Result<String, AgentError> {
+    let settings = Settings::from_words(words)?;
+    let mut store = if path.exists() {
+        open(path)?
+    } else {
+        let blocks =
+            FileBlocks::create(path, STORE_LEN_BYTES).map_err(|error| failure(path)(StoreError::Device(error)))?;
+        Store::open(blocks).map_err(failure(path))?
+    };
+    let state = store.save(&settings.to_lines()).map_err(failure(path))?;
+    Ok(format!("# {state}\n{}", settings.to_lines()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn quiet() -> Log {
+        Log::new([])
+    }
+
+    fn line(words: &[&str]) -> CommandLine {
+        CommandLine::parse(words.iter().copied(), "").expect("a command line")
+    }
+
+    #[test]
+    fn the_command_line_wins_over_the_store_and_is_kept_if_asked() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("store");
+        write_store(&path, ["name=kept", "controller=10.0.0.1:1"]).expect("written");
+        let store = format!("store={}", path.display());
+        let text = |words: &[&str]| settings(&line(words), &quiet()).to_lines();
+        assert_eq!(text(&[&store]), "name=kept\ncontroller=10.0.0.1:1\n");
+        assert_eq!(text(&[&store, "name=other"]), "name=other\ncontroller=10.0.0.1:1\n");
+        assert_eq!(text(&[&store]), "name=kept\ncontroller=10.0.0.1:1\n", "nobody asked to keep it");
+        text(&[&store, "name=other", "keep=yes"]);
+        assert_eq!(text(&[&store]), "name=other\ncontroller=10.0.0.1:1\n");
+        let shown = show_store(&path).expect("readable");
+        assert!(shown.starts_with("# A write 1, B write 2, B counts\nname=other\n"), "{shown}");
+        // What counts is damaged: the other copy does.
+        let mut bytes = fs::read(&path).expect("readable");
+        bytes[4096 + 100] ^= 1;
+        fs::write(&path, &bytes).expect("written");
+        assert_eq!(text(&[&store]), "name=kept\ncontroller=10.0.0.1:1\n");
+        // Both are: the command line alone.
+        bytes[100] ^= 1;
+        fs::write(&path, &bytes).expect("written");
+        assert_eq!(text(&[&store, "name=alone"]), "name=alone\n");
+    }
+
+    #[test]
+    fn a_store_that_is_none_is_as_one_that_is_empty() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let short = folder.path().join("short");
+        fs::write(&short, [0; 100]).expect("written");
+        let store = format!("store={}", short.display());
+        assert_eq!(settings(&line(&[&store, "name=d"]), &quiet()).to_lines(), "name=d\n");
+        assert!(write_store(&short, ["name=d"]).is_err());
+        let error = write_store(&folder.path().join("new"), ["nome=d"]).expect_err("no key").to_string();
+        assert!(error.contains("nome") && !folder.path().join("new").exists(), "{error}");
+    }
+}

@@ -1,0 +1,387 @@
+//! Interfaces: which there are, bringing them up, and their addresses, by netlink (rtnetlink(7)).
+
+use crate::config::{Cidr, Config};
+use crate::log::Log;
+use crate::system::wait_readable;
+use netlink_packet_core::{
+    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload,
+};
+use netlink_packet_route::address::{AddressAttribute, AddressMessage};
+use netlink_packet_route::link::{LinkFlags, LinkMessage};
+use netlink_packet_route::route::{
+    RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
+};
+use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
+use rustix::net::netlink::SocketAddrNetlink;
+use rustix::net::{RecvFlags, SendFlags, SocketFlags, SocketType, bind, recv, send, socket_with};
+use std::fs;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::time::{Duration, Instant};
+use thiserror::Error;
+
+/// The network between a card and its host, over rshim, and the card's address there (the vendor's).
+const HOST_LINK: &str = "tmfifo_net0";
+const HOST_LINK_ADDRESS: Cidr = Cidr { ip: Ipv4Addr::new(192, 168, 100, 2), prefix_len: 30 };
+
+/// What the names of interfaces that are no uplinks begin with: the host's, and the one for management.
+const NO_UPLINKS: [&str; 2] = ["tmfifo_net", "oob_net"];
+
+/// How long an interface may take to appear.
+const APPEAR_LIMIT: Duration = Duration::from_secs(30);
+
+/// The longest answer that is read at once, in bytes: what the kernel makes of a dump is shorter.
+const ANSWER_BYTES: usize = 64 << 10;
+
+/// Group 1 of rtnetlink: interfaces that come and go (Linux, include/uapi/linux/rtnetlink.h: RTMGRP_LINK).
+const LINK_GROUP: u32 = 1;
+
+const SYS_CLASS_NET: &str = "/sys/class/net";
+
+/// Why the network can't be set up.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum NetworkError {
+    /// There is no such interface, or none with hardware behind it.
+    #[error("no interface {wanted} within {} s; there are {found}", APPEAR_LIMIT.as_secs())]
+    Absent {
+        /// What was looked for.
+        wanted: String,
+        /// What there is.
+        found: String,
+    },
+    /// The kernel refused.
+    #[error("{what}: {source}")]
+    System {
+        /// What was tried.
+        what: String,
+        /// What it said.
+        source: io::Error,
+    },
+}
+
+/// An interface.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Interface {
+    /// Its name.
+    pub name: String,
+    /// Its number.
+    pub index: u32,
+    /// There is hardware behind it, emulated or not.
+    pub is_hardware: bool,
+    /// Its hardware address, if it has one.
+    pub mac: Option<[u8; 6]>,
+}
+
+impl Interface {
+    fn is_uplink(&self) -> bool {
+        self.is_hardware && !NO_UPLINKS.iter().any(|prefix| self.name.starts_with(prefix))
+    }
+
+    /// Return an address of the link alone (RFC 3927), made of the hardware address so that it is the same each time.
+    fn link_local(&self) -> Cidr {
+        let [.., third, fourth] = self.mac.unwrap_or_default();
+        // The first and the last 256 addresses are reserved.
+        let third = third.clamp(1, 254);
+        Cidr { ip: Ipv4Addr::new(169, 254, third, fourth), prefix_len: 16 }
+    }
+}
+
+/// Return the interfaces that `folder` (`/sys/class/net`) shows, by name.
+///
+/// # Errors
+/// It can't be read.
+pub fn interfaces(folder: &Path) -> io::Result<Vec<Interface>> {
+    let mut all: Vec<_> = fs::read_dir(folder)?.flatten().filter_map(|entry| interface(&entry.path())).collect();
+    all.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(all)
+}
+
+fn interface(folder: &Path) -> Option<Interface> {
+    let read = |file: &str| fs::read_to_string(folder.join(file)).ok();
+    Some(Interface {
+        name: folder.file_name()?.to_str()?.to_owned(),
+        // One that has gone meanwhile has no number.
+        index: read("ifindex")?.trim().parse().ok()?,
+        is_hardware: folder.join("device").exists(),
+        mac: read("address").and_then(|text| parse_mac(text.trim())),
+    })
+}
+
+fn parse_mac(text: &str) -> Option<[u8; 6]> {
+    let bytes: Option<Vec<u8>> = text.split(':').map(|byte| u8::from_str_radix(byte, 16).ok()).collect();
+    bytes?.try_into().ok()
+}
+
+/// Return the interface for the data ports: the one that is named, else the first uplink.
+fn choose<'a>(all: &'a [Interface], wanted: Option<&str>) -> Option<&'a Interface> {
+    all.iter().find(|interface| wanted.map_or_else(|| interface.is_uplink(), |wanted| interface.name == wanted))
+}
+
+/// Bring up loopback, the host's link and the uplinks, and give the interface of the data ports its address, which is returned.
+///
+/// # Errors
+/// [`NetworkError`].
+pub fn configure(config: &Config, log: &Log) -> Result<Cidr, NetworkError> {
+    let mut netlink = Netlink::open().map_err(system("netlink"))?;
+    let wanted = config.interface.as_deref();
+    let (all, data) = wait_for_interface(wanted)?;
+    for interface in &all {
+        let is_host_link = interface.name == HOST_LINK;
+        if interface.name == "lo" || is_host_link || interface.is_uplink() || interface == &data {
+            let up = netlink.set_up(interface.index);
+            let up = up.and_then(|()| {
+                if is_host_link { netlink.add_address(interface.index, HOST_LINK_ADDRESS) } else { Ok(()) }
+            });
+            match up {
+                Err(error) if *interface == data => return Err(system(&data.name)(error)),
+                Err(error) => log.warn(&format!("{}: {error}", interface.name)),
+                Ok(()) => {}
+            }
+        }
+    }
+    let own = netlink.addresses(data.index).map_err(system(&data.name))?;
+    let ip = config.ip.or_else(|| own.first().copied()).unwrap_or_else(|| data.link_local());
+    if !own.contains(&ip) {
+        netlink.add_address(data.index, ip).map_err(system(&format!("{} {ip}", data.name)))?;
+    }
+    if let Some(gateway) = config.gateway {
+        netlink.add_gateway(gateway).map_err(system(&format!("gateway {gateway}")))?;
+    }
+    log.info(&format!("network: {} {ip}", data.name));
+    Ok(ip)
+}
+
+/// Return the address of the data ports on a machine whose network is somebody else's.
+///
+/// # Errors
+/// [`NetworkError`]: also where the interface has no address.
+pub fn existing_address(config: &Config) -> Result<Cidr, NetworkError> {
+    if let Some(ip) = config.ip {
+        return Ok(ip);
+    }
+    let all = interfaces(Path::new(SYS_CLASS_NET)).map_err(system(SYS_CLASS_NET))?;
+    let data = choose(&all, config.interface.as_deref()).ok_or_else(|| absent(&all, config.interface.as_deref()))?;
+    let mut netlink = Netlink::open().map_err(system("netlink"))?;
+    let own = netlink.addresses(data.index).map_err(system(&data.name))?;
+    let none = || io::Error::other("it has no IPv4 address; name one with ip=");
+    own.first().copied().ok_or_else(|| system(&data.name)(none()))
+}
+
+fn system(what: &str) -> impl FnOnce(io::Error) -> NetworkError + use<> {
+    let what = what.to_owned();
+    move |source| NetworkError::System { what, source }
+}
+
+fn absent(all: &[Interface], wanted: Option<&str>) -> NetworkError {
+    let found: Vec<_> = all.iter().map(|interface| interface.name.as_str()).collect();
+    let wanted = wanted.unwrap_or("with hardware behind it").to_owned();
+    NetworkError::Absent { wanted, found: found.join(", ") }
+}
+
+/// Wait for the interface of the data ports; return all that there are then, and it.
+fn wait_for_interface(wanted: Option<&str>) -> Result<(Vec<Interface>, Interface), NetworkError> {
+    let deadline = Instant::now() + APPEAR_LIMIT;
+    // Told of changes before it looks: none is missed.
+    let changes = open_socket(LINK_GROUP).map_err(system("netlink"))?;
+    loop {
+        let all = interfaces(Path::new(SYS_CLASS_NET)).map_err(system(SYS_CLASS_NET))?;
+        if let Some(data) = choose(&all, wanted) {
+            let data = data.clone();
+            return Ok((all, data));
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(absent(&all, wanted));
+        }
+        wait_readable(&changes, left).map_err(system("netlink"))?;
+        let mut buffer = [0; ANSWER_BYTES];
+        while recv(&changes, &mut buffer[..], RecvFlags::DONTWAIT).is_ok() {}
+    }
+}
+
+fn open_socket(groups: u32) -> io::Result<OwnedFd> {
+    let family = rustix::net::AddressFamily::NETLINK;
+    // The protocol is NETLINK_ROUTE, whose number is 0, as that of none.
+    let socket = socket_with(family, SocketType::RAW, SocketFlags::CLOEXEC, None)?;
+    bind(&socket, &SocketAddrNetlink::new(0, groups))?;
+    Ok(socket)
+}
+
+/// A conversation with the kernel about interfaces.
+#[derive(Debug)]
+pub struct Netlink {
+    socket: OwnedFd,
+    sequence: u32,
+}
+
+impl Netlink {
+    /// Begin it.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn open() -> io::Result<Self> {
+        Ok(Self { socket: open_socket(0)?, sequence: 0 })
+    }
+
+    /// Bring an interface up.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn set_up(&mut self, index: u32) -> io::Result<()> {
+        let mut link = LinkMessage::default();
+        link.header.index = index;
+        link.header.flags = LinkFlags::Up;
+        link.header.change_mask = LinkFlags::Up;
+        self.ask(RouteNetlinkMessage::SetLink(link), NLM_F_ACK).map(drop)
+    }
+
+    /// Give an interface an address; one that it has is no error.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn add_address(&mut self, index: u32, address: Cidr) -> io::Result<()> {
+        let mut message = AddressMessage::default();
+        message.header.family = AddressFamily::Inet;
+        message.header.prefix_len = address.prefix_len;
+        message.header.index = index;
+        let ip = IpAddr::V4(address.ip);
+        message.attributes = vec![AddressAttribute::Local(ip), AddressAttribute::Address(ip)];
+        self.add(RouteNetlinkMessage::NewAddress(message))
+    }
+
+    /// Send what is for nobody near to `gateway`; a way that is there already is no error.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn add_gateway(&mut self, gateway: Ipv4Addr) -> io::Result<()> {
+        let mut message = RouteMessage::default();
+        message.header = RouteHeader {
+            address_family: AddressFamily::Inet,
+            table: RouteHeader::RT_TABLE_MAIN,
+            protocol: RouteProtocol::Boot,
+            scope: RouteScope::Universe,
+            kind: RouteType::Unicast,
+            ..RouteHeader::default()
+        };
+        message.attributes = vec![RouteAttribute::Gateway(RouteAddress::Inet(gateway))];
+        self.add(RouteNetlinkMessage::NewRoute(message))
+    }
+
+    /// Return an interface's IPv4 addresses.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn addresses(&mut self, index: u32) -> io::Result<Vec<Cidr>> {
+        let mut message = AddressMessage::default();
+        message.header.family = AddressFamily::Inet;
+        let answers = self.ask(RouteNetlinkMessage::GetAddress(message), NLM_F_DUMP)?;
+        let address = |answer| match answer {
+            RouteNetlinkMessage::NewAddress(message) if message.header.index == index => {
+                let prefix_len = message.header.prefix_len;
+                // Of a link between two, `Address` is the other end.
+                message.attributes.into_iter().find_map(|attribute| match attribute {
+                    AddressAttribute::Local(IpAddr::V4(ip)) => Some(Cidr { ip, prefix_len }),
+                    _ => None,
+                })
+            }
+            _ => None,
+        };
+        Ok(answers.into_iter().filter_map(address).collect())
+    }
+
+    fn add(&mut self, message: RouteNetlinkMessage) -> io::Result<()> {
+        match self.ask(message, NLM_F_ACK | NLM_F_CREATE | NLM_F_EXCL) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            answer => answer.map(drop),
+        }
+    }
+
+    /// Ask, and return all answers until the kernel says that this was the last.
+    fn ask(&mut self, message: RouteNetlinkMessage, flags: u16) -> io::Result<Vec<RouteNetlinkMessage>> {
+        self.sequence += 1;
+        let mut header = NetlinkHeader::default();
+        header.flags = NLM_F_REQUEST | flags;
+        header.sequence_number = self.sequence;
+        let mut message = NetlinkMessage::new(header, NetlinkPayload::from(message));
+        message.finalize();
+        let mut bytes = vec![0; message.buffer_len()];
+        message.serialize(&mut bytes);
+        // Without an address it goes to the kernel.
+        send(&self.socket, &bytes, SendFlags::empty())?;
+        let (mut answers, mut buffer) = (Vec::new(), vec![0; ANSWER_BYTES]);
+        loop {
+            let (len, _) = recv(&self.socket, &mut buffer[..], RecvFlags::empty())?;
+            let mut rest = &buffer[..len];
+            while !rest.is_empty() {
+                let answer = NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest).map_err(io::Error::other)?;
+                // Messages begin at multiples of four bytes.
+                let len = (answer.header.length as usize).max(1).next_multiple_of(4).min(rest.len());
+                rest = &rest[len..];
+                if answer.header.sequence_number != self.sequence {
+                    continue;
+                }
+                match answer.payload {
+                    NetlinkPayload::Done(_) => return Ok(answers),
+                    NetlinkPayload::Error(error) if error.code.is_none() => return Ok(answers),
+                    NetlinkPayload::Error(error) => return Err(error.to_io()),
+                    NetlinkPayload::InnerMessage(answer) => answers.push(answer),
+                    _ => {}
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sys_class_net(all: &[(&str, u32, bool)]) -> tempfile::TempDir {
+        let sys = tempfile::tempdir().expect("a folder");
+        for (name, index, is_hardware) in all {
+            let folder = sys.path().join(name);
+            fs::create_dir_all(if *is_hardware { folder.join("device") } else { folder.clone() }).expect("made");
+            fs::write(folder.join("ifindex"), format!("{index}\n")).expect("written");
+            fs::write(folder.join("address"), format!("02:00:00:00:00:0{index}\n")).expect("written");
+        }
+        sys
+    }
+
+    #[test]
+    fn data_ports_are_on_the_first_uplink_or_on_the_one_named() {
+        let names =
+            [("lo", 1, false), ("tmfifo_net0", 2, true), ("p1", 3, true), ("p0", 4, true), ("oob_net0", 5, true)];
+        let sys = sys_class_net(&names);
+        let all = interfaces(sys.path()).expect("readable");
+        let name = |wanted| choose(&all, wanted).map(|interface| interface.name.as_str());
+        assert_eq!((name(None), name(Some("oob_net0")), name(Some("p7"))), (Some("p0"), Some("oob_net0"), None));
+        let p0 = choose(&all, None).expect("an uplink");
+        assert_eq!((p0.index, p0.link_local().to_string()), (4, "169.254.1.4/16".into()));
+        let none = interfaces(sys_class_net(&names[..2]).path()).expect("readable");
+        assert_eq!(choose(&none, None), None);
+        let said = absent(&none, None).to_string();
+        assert!(said.contains("with hardware behind it") && said.contains("lo, tmfifo_net0"), "{said}");
+    }
+
+    #[test]
+    fn the_kernel_tells_loopbacks_address() {
+        let all = interfaces(Path::new(SYS_CLASS_NET)).expect("readable");
+        let lo = choose(&all, Some("lo")).expect("every machine has one");
+        let mut netlink = Netlink::open().expect("a conversation");
+        let expected: Cidr = "127.0.0.1/8".parse().expect("an address");
+        assert!(netlink.addresses(lo.index).expect("an answer").contains(&expected));
+        // Its errors come back by their numbers: nobody has an interface of this one.
+        let error = netlink.set_up(i32::MAX as u32).expect_err("no such interface");
+        assert!(matches!(error.raw_os_error(), Some(1 | 19)), "not permitted, or no such device: {error}");
+    }
+
+    #[test]
+    fn a_named_address_needs_no_interface() {
+        let settings = crate::config::Settings::from_words(["name=d", "controller=127.0.0.1:1", "ip=127.0.0.1/8"]);
+        let config = settings.and_then(|settings| settings.config()).expect("a configuration");
+        assert_eq!(existing_address(&config).expect("named").to_string(), "127.0.0.1/8");
+    }
+}

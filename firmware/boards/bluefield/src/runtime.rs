@@ -1,0 +1,161 @@
+//! What runs in the runtime's process: `sumac-firmware`'s board, on the card's network.
+//!
+//! Its configuration comes on stdin, with the address of the data ports; what becomes of it goes to stdout, a line each,
+//! and its log to stderr. A panic of any thread is the end of the process: the next one has all its shards again.
+
+use crate::config::{Cidr, Config, ConfigError, Polling, Settings};
+use crate::supervisor::SERVES;
+use rustix::process::{Signal, set_parent_process_death_signal};
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+use sumac_firmware::emulated::{Board, BoardConfig, BoardError};
+use sumac_hal::udp::UdpConfig;
+use thiserror::Error;
+use tracing_subscriber::EnvFilter;
+
+/// The longest configuration, in bytes.
+const SETTINGS_MAX_BYTES: u64 = 64 << 10;
+
+/// How long a shard that polls busily looks before it would sleep: longer than any silence of a card in use.
+const BUSY: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// What an emulated machine can promise to hold, in bytes: its packets first wait at the gateway, in a socket of Linux's default
+/// size (`net.core.rmem_default`, 208 KiB), which holds two fifths of that in packets.
+const GATEWAY_BYTES: usize = 80 << 10;
+
+/// How long to wait at a time for the controller.
+const REGISTER_WAIT: Duration = Duration::from_secs(3600);
+
+/// Why the runtime ends.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum RuntimeError {
+    /// What it was told is wrong.
+    #[error("{0}")]
+    Config(#[from] ConfigError),
+    /// Nobody said what its address is.
+    #[error("no address for the data ports")]
+    NoAddress,
+    /// The ports of all shards do not exist.
+    #[error("data={data} and {shards} shards: ports are 1 to 65535; choose another first port or fewer shards")]
+    DataPorts {
+        /// The first shard's.
+        data: SocketAddr,
+        /// How many shards there are.
+        shards: u16,
+    },
+    /// The board can't start.
+    #[error("{0}")]
+    Board(#[from] BoardError),
+    /// It can't read its configuration, or nobody listens to it.
+    #[error("pipe to the supervisor: {0}")]
+    Pipe(#[from] io::Error),
+    /// A shard has ended, which none should.
+    #[error("a shard has ended")]
+    Ended,
+}
+
+/// Describe the board.
+fn board_config(config: &Config, ip: Cidr) -> Result<BoardConfig, RuntimeError> {
+    let mut udp = UdpConfig { loopback_at: config.host, ..BoardConfig::new("", config.controller.into()).udp };
+    if config.host.is_some() {
+        udp.receive_buffer_bytes = GATEWAY_BYTES;
+    }
+    let spin = match config.poll {
+        Polling::Busy => BUSY,
+        Polling::Sleep => udp.spin,
+    };
+    let udp = UdpConfig { spin, ..udp };
+    let advertise = config.data.map(|data| {
+        let port = |index| data.port().checked_add(index).map(|port| SocketAddr::from((*data.ip(), port)));
+        let ports: Option<Vec<_>> = (0..config.shards).map(port).collect();
+        ports.ok_or(RuntimeError::DataPorts { data: data.into(), shards: config.shards })
+    });
+    Ok(BoardConfig {
+        controller: udp.outside(config.controller.into()),
+        bind: IpAddr::V4(ip.ip),
+        data_port: Some(config.listen),
+        advertise: advertise.transpose()?,
+        shards: config.shards,
+        cores: config.cores.clone(),
+        udp,
+        // Ranks are on the host, and its memory is not this machine's.
+        bus: None,
+        ..BoardConfig::new(config.name.clone(), config.controller.into())
+    })
+}
+
+/// Serve until the process is ended or a shard is.
+///
+/// # Errors
+/// [`RuntimeError`]: why it can't, or no longer.
+pub fn run() -> Result<(), RuntimeError> {
+    // Where the supervisor has gone, nobody would start the next one, and two must not have the same ports.
+    let _ = set_parent_process_death_signal(Some(Signal::KILL));
+    let hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        hook(panic);
+        std::process::abort();
+    }));
+    let mut text = String::new();
+    io::stdin().take(SETTINGS_MAX_BYTES).read_to_string(&mut text)?;
+    let config = Settings::from_lines(&text)?.config()?;
+    let filter = EnvFilter::new(&config.log);
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(false).init();
+    let ip = config.ip.ok_or(RuntimeError::NoAddress)?;
+    let board = Board::start(board_config(&config, ip)?)?;
+    let addrs: Vec<_> = board.data_addrs().map(|addr| addr.to_string()).collect();
+    tell(&format!("{SERVES} as {}, boot id {:016x}, at {}", config.name, board.announce().boot_id.0, addrs.join(" ")))?;
+    while !board.wait_registered(REGISTER_WAIT) {}
+    tell(&format!("has reached the controller at {}", config.controller))?;
+    board.serve();
+    Err(RuntimeError::Ended)
+}
+
+fn tell(line: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    writeln!(out, "{line}")?;
+    out.flush()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn board(words: &[&str]) -> Result<BoardConfig, RuntimeError> {
+        let words = ["name=d", "controller=127.0.0.1:7847"].iter().chain(words).copied();
+        let config = Settings::from_words(words)?.config()?;
+        board_config(&config, "10.0.2.15/24".parse().expect("an address"))
+    }
+
+    fn addr(text: &str) -> SocketAddr {
+        text.parse().expect("an address")
+    }
+
+    #[test]
+    fn loopback_is_the_host_where_there_is_one() {
+        let plain = board(&[]).expect("a board");
+        assert_eq!((plain.controller, plain.udp.loopback_at), (addr("127.0.0.1:7847"), None));
+        let emulated = board(&["host=10.0.2.2", "data=127.0.0.1:7300", "shards=2", "cores=1"]).expect("a board");
+        assert_eq!(emulated.controller, addr("10.0.2.2:7847"));
+        assert_eq!(emulated.udp.loopback_at, Some("10.0.2.2".parse().expect("an address")));
+        assert_eq!(emulated.advertise, Some(vec![addr("127.0.0.1:7300"), addr("127.0.0.1:7301")]));
+        assert_eq!((&emulated.cores[..], emulated.shards, emulated.data_port), (&[1][..], 2, Some(7100)));
+        assert!(emulated.bus.is_none());
+        let buffers = [&plain, &emulated].map(|board| board.udp.receive_buffer_bytes);
+        assert!(buffers[1] == GATEWAY_BYTES && buffers[0] > 10 * GATEWAY_BYTES, "{buffers:?}");
+    }
+
+    #[test]
+    fn a_busy_shard_does_not_sleep() {
+        assert_eq!(board(&[]).expect("a board").udp.spin, UdpConfig::default().spin);
+        assert_eq!(board(&["poll=busy"]).expect("a board").udp.spin, BUSY);
+    }
+
+    #[test]
+    fn ports_beyond_the_last_are_refused() {
+        let error = board(&["data=10.0.0.1:65535", "shards=2"]).expect_err("no port 65536").to_string();
+        assert!(error.contains("data=10.0.0.1:65535 and 2 shards"), "{error}");
+    }
+}
