@@ -177,16 +177,19 @@ impl Core {
     }
 
     pub(super) fn explain(&self, desc: &OpDesc, options: &CallOptions) -> Explanation {
-        let algo = options.algo.unwrap_or(self.config.algo);
+        let found = self.judge(desc, options.algo.unwrap_or(self.config.algo));
+        self.judge_stragglers(desc, options, found)
+    }
+
+    fn judge(&self, desc: &OpDesc, algo: Algo) -> Explanation {
         // Why there is no tree changes with the queue, and nothing else does.
-        let found = match (&self.situation.tree, self.lost.queue_place()) {
+        match (&self.situation.tree, self.lost.queue_place()) {
             (Err(why), Some(place)) => {
                 let tree = Err(format!("{why}; {place}"));
                 explain(&Situation { tree, ..self.situation.clone() }, desc, algo)
             }
             _ => explain(&self.situation, desc, algo),
-        };
-        self.judge_stragglers(desc, options, found)
+        }
     }
 
     /// Run an operation to its end.
@@ -329,7 +332,7 @@ impl Core {
         if let Some(chosen) = self.choices.find(desc, algo) {
             return Ok(chosen);
         }
-        let explanation = explain(&self.situation, desc, algo);
+        let explanation = self.judge(desc, algo);
         let Some(path) = explanation.chosen else {
             let reason = explanation.refusal().cloned();
             return Err(reason.map_or_else(|| Error::Argument(format!("no path for {desc}")), Error::NotPossible));
