@@ -10,7 +10,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, OpDesc, Order, Outcome, Rank, ReduceOp, Straggler};
 use sumac_hal::op::Dtype;
-use sumac_tests::sim::{Stragglers, run_stragglers};
 
 const RANKS: u32 = 4;
 const COUNT: usize = 30_000;
@@ -213,32 +212,6 @@ fn other_limits_are_other_operations() {
         sum(&comm, &CallOptions { algo: Some(Algo::Tree), ..options }).expect_err("ranks differ")
     });
     assert!(errors.iter().all(|error| matches!(error, Error::Mismatch { .. })), "{errors:?}");
-}
-
-/// Seeded clusters of one to four levels on lossy links. `SEED=n` runs one seed, `SEEDS=n` that many.
-#[test]
-fn swarm() {
-    let number = |name: &str| std::env::var(name).ok().map(|text| text.parse::<u64>().expect("a number"));
-    let one = number("SEED");
-    let seeds = one.map_or(0..number("SEEDS").unwrap_or(150), |seed| seed..seed + 1);
-    let (mut total, mut failed) = (Stragglers::default(), Vec::new());
-    for seed in seeds {
-        match run_stragglers(seed) {
-            Ok(report) => total.merge(&report),
-            Err(what) => {
-                println!("seed {seed}: {what}");
-                println!(
-                    "  replay: SEED={seed} cargo test -p sumac-tests --test stragglers swarm -- --exact --nocapture"
-                );
-                failed.push(seed);
-            }
-        }
-    }
-    println!("{total:?}");
-    assert!(failed.is_empty(), "seeds {failed:?} failed");
-    let Stragglers { decisions, left_out, waited_for, failed, dropped, partial } = total;
-    let marks = [decisions, left_out, waited_for, failed, dropped, partial];
-    assert!(one.is_some() || marks.iter().all(|&mark| mark > 0), "never happened: {total:?}");
 }
 
 /// A rank of [`the_others_go_on_when_a_process_is_stopped`], as a process of its own: adds until ranks are missing, and a

@@ -5,7 +5,8 @@
 //! packet. With [`SEEDS_FOR_ALL`] seeds or more each that can be met has to have been.
 
 use std::sync::Mutex;
-use sumac_tests::sim::{Options, Report, ScenarioKind, record, run, shrink};
+use sumac_hal::ctrl::DropReason;
+use sumac_tests::sim::{Options, Report, ScenarioKind, Stragglers, record, run, run_stragglers, shrink};
 
 const KINDS: [ScenarioKind; 6] = [
     ScenarioKind::Calm,
@@ -15,6 +16,12 @@ const KINDS: [ScenarioKind; 6] = [
     ScenarioKind::Hostile,
     ScenarioKind::Repair,
 ];
+
+/// Scenarios beside [`KINDS`]: ranks that come late.
+const OTHERS: usize = 1;
+
+/// The most seeds of ranks that come late: some of their clusters are large.
+const LATE_MAX: u64 = 500;
 
 /// From so many seeds a scenario on nothing may be missed.
 const SEEDS_FOR_ALL: u64 = 300;
@@ -67,12 +74,17 @@ fn swarm(kind: ScenarioKind, seeds: u64, marks: &[&str]) {
     assert!(failed.is_empty(), "seeds {failed:?} failed");
     let missed: Vec<_> = coverage.iter().filter(|(name, n)| *n == 0 && marks.contains(&name.as_str())).collect();
     assert!(one.is_some() || missed.is_empty(), "never happened: {missed:?}");
+    add(count, &total);
+}
+
+/// Add a scenario to what all have covered; the last one has it judged.
+fn add(count: u64, total: &Report) {
     let mut all = ALL.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     all.0 += 1;
     all.1 = all.1.min(count);
-    all.2.get_or_insert_default().merge(&total);
+    all.2.get_or_insert_default().merge(total);
     if let (ended, fewest, Some(report)) = &*all
-        && *ended == KINDS.len()
+        && *ended == KINDS.len() + OTHERS
     {
         cover(*fewest, report);
     }
@@ -165,6 +177,34 @@ fn hostile() {
 fn repair() {
     let ends = ["drop: unknown-group", "ends: complete", "view changes", "repaired operations", "repair bytes"];
     swarm(ScenarioKind::Repair, 100, &[&LOSSY[..], &ends].concat());
+}
+
+/// Ranks that come late to operations that have a limit, or never: the others go on without them, or all fail by name.
+#[test]
+fn late() {
+    let one = number("SEED");
+    let from = number("SEED_FROM").unwrap_or(0);
+    let count = number("SEEDS").map_or(150, |seeds| seeds.min(LATE_MAX));
+    let seeds = one.map_or(from..from + count, |seed| seed..seed + 1);
+    let (mut total, mut failed) = (Stragglers::default(), Vec::new());
+    for seed in seeds {
+        match run_stragglers(seed) {
+            Ok(report) => total.merge(&report),
+            Err(what) => {
+                println!("SEED={seed}: {what}");
+                println!("  replay: SEED={seed} cargo test -p sumac-tests --test swarm late -- --exact --nocapture");
+                failed.push(seed);
+            }
+        }
+    }
+    println!("{total:?}");
+    assert!(failed.is_empty(), "seeds {failed:?} failed");
+    let Stragglers { decisions, left_out, waited_for, failed, dropped, partial } = total;
+    let marks = [decisions, left_out, waited_for, failed, dropped, partial];
+    assert!(one.is_some() || marks.iter().all(|&mark| mark > 0), "never happened: {total:?}");
+    let mut report = Report::default();
+    (0..dropped).for_each(|_| report.counters.drop_packet(DropReason::Late));
+    add(if one.is_some() { 1 } else { u64::MAX }, &report);
 }
 
 /// Seeds that failed once, by what was wrong. A change of what is drawn from a seed makes another cluster of it; what
