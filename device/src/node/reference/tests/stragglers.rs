@@ -264,6 +264,12 @@ fn a_leaf_holds_back_until_the_root_has_decided() {
         world.run_all();
         assert!(said(&mut world).iter().all(|said| matches!(said, Said::Answer(0 | 2, 0, EntryStatus::Result))));
         assert_eq!(bits(&world.memory(1, 0)), bits(&values(1, 0)));
+        // The next operation has announced nothing: it goes up without a limit.
+        [0, 2].into_iter().for_each(|child| world.contribute(child, LONG));
+        world.run_all();
+        let sent = world.rig.drain();
+        let up = sent.iter().find(|sent| sent.repr.kind == Kind::Data).expect("up");
+        assert_eq!((up.repr.seq, up.repr.limit()), (ChunkNo(LONG), None));
     }
 }
 
