@@ -1,4 +1,4 @@
-//! Ranks that come late, or never: whole clusters over real sockets, in one process.
+//! Ranks that come late, or never: whole clusters over real sockets and shared memory, in one process.
 
 mod common;
 
@@ -8,7 +8,10 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
-use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, OpDesc, Order, Outcome, Rank, ReduceOp, Straggler};
+use sumac::{
+    Algo, Attach, Buffer, CallOptions, Communicator, Error, JoinConfig, OpDesc, Order, Outcome, Rank, ReduceOp,
+    Straggler,
+};
 use sumac_hal::op::Dtype;
 
 const RANKS: u32 = 4;
@@ -24,10 +27,17 @@ fn input(rank: u32, i: usize) -> f32 {
     (1.0 + i as f32 * 0.37) * 3_f32.powi(rank as i32 * 5 - 7)
 }
 
+/// Memory that the device reaches, by reference, with the rank's input.
+fn filled(comm: &Communicator) -> Result<Buffer<f32>, Error> {
+    let mut buffer = comm.alloc::<f32>(COUNT)?;
+    buffer.iter_mut().enumerate().for_each(|(i, x)| *x = input(comm.rank(), i));
+    Ok(buffer)
+}
+
 /// All-reduce once, and return the result's bits with the outcome.
 fn sum(comm: &Communicator, options: &CallOptions) -> Result<(Vec<u32>, Outcome), Error> {
-    let mut buffer: Vec<f32> = (0..COUNT).map(|i| input(comm.rank(), i)).collect();
-    let outcome = comm.all_reduce_with(&mut buffer, ReduceOp::Sum, options)?;
+    let mut buffer = filled(comm)?;
+    let outcome = comm.all_reduce_with(&mut buffer[..], ReduceOp::Sum, options)?;
     Ok((buffer.iter().map(|x| x.to_bits()).collect(), outcome))
 }
 
@@ -41,8 +51,34 @@ fn folded(members: &[u32]) -> Vec<u32> {
     (0..COUNT).map(|i| both(i).expect("somebody is there").to_bits()).collect()
 }
 
-fn folding(config: &mut JoinConfig) {
-    by_packets(config);
+/// How the ranks of a job attach: all by packets, all by reference, or every other one.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Ways {
+    Packets,
+    Reference,
+    Mixed,
+}
+
+impl Ways {
+    const ALL: [Self; 3] = [Self::Packets, Self::Reference, Self::Mixed];
+
+    fn attach(self, rank: u32) -> Attach {
+        match self {
+            Self::Packets => Attach::Udp,
+            Self::Reference => Attach::Shm,
+            Self::Mixed if rank.is_multiple_of(2) => Attach::Shm,
+            Self::Mixed => Attach::Udp,
+        }
+    }
+}
+
+/// Two leaves and a spine, each with a bus.
+fn buses() -> Cluster {
+    Cluster::start_on(2, 2, Default::default(), Default::default())
+}
+
+fn folding(config: &mut JoinConfig, ways: Ways) {
+    config.attach = ways.attach(config.rank);
     config.order = Order::TreeFold;
     config.deadline = Duration::from_secs(20);
 }
@@ -80,44 +116,56 @@ fn the_slowest_is_named_by_packets_and_by_reference() {
 /// One rank comes when the others have gone on: they have the sum over themselves, to the bit; it has an error.
 #[test]
 fn the_others_go_on_over_two_levels() {
-    for straggler in 0..RANKS {
-        let cluster = Cluster::start(2, 2);
-        let gone_on = Barrier::new(RANKS as usize);
-        let results = cluster.run("partial", RANKS, folding, |comm| {
-            comm.barrier().expect("all are there");
-            let whole = sum(&comm, &partial(comm.rank()));
-            if comm.rank() == straggler {
+    for (straggler, ways) in (0..RANKS).zip(Ways::ALL.into_iter().cycle()).chain([(1, Ways::Reference)]) {
+        let cluster = buses();
+        let [gone_on, excluded, ended] = [(); 3].map(|()| Barrier::new(RANKS as usize));
+        let results = cluster.run(
+            "partial",
+            RANKS,
+            |config| folding(config, ways),
+            |comm| {
+                comm.barrier().expect("all are there");
+                let whole = sum(&comm, &partial(comm.rank()));
+                if comm.rank() == straggler {
+                    gone_on.wait();
+                    let mut buffer = filled(&comm).expect("memory");
+                    let result = comm.all_reduce_with(&mut buffer[..], ReduceOp::Sum, &partial(straggler));
+                    assert!(matches!(comm.barrier(), Err(Error::Ended(_))));
+                    excluded.wait();
+                    ended.wait();
+                    let is_old = buffer.iter().enumerate().all(|(i, x)| *x == input(straggler, i));
+                    assert!(is_old, "{ways:?}: nothing is written to who is left out, then or later");
+                    return Err(result.expect_err("too late"));
+                }
+                let begun = Instant::now();
+                let first = sum(&comm, &partial(comm.rank()));
+                let took = begun.elapsed();
+                // Later operations are over the same ranks, with a limit or without, and wait for nobody else.
+                let second = sum(&comm, &CallOptions::default());
+                let begun = Instant::now();
+                let third = sum(&comm, &partial(comm.rank()));
+                let again = begun.elapsed();
                 gone_on.wait();
-                let error = sum(&comm, &partial(straggler)).expect_err("too late");
-                assert!(matches!(comm.barrier(), Err(Error::Ended(_))));
-                return Err(error);
-            }
-            let begun = Instant::now();
-            let first = sum(&comm, &partial(comm.rank()));
-            let took = begun.elapsed();
-            // Later operations are over the same ranks, with a limit or without, and wait for nobody else.
-            let second = sum(&comm, &CallOptions::default());
-            let begun = Instant::now();
-            let third = sum(&comm, &partial(comm.rank()));
-            let again = begun.elapsed();
-            gone_on.wait();
-            let (bits, outcome) = whole.expect("all were there");
-            assert!(bits == folded(&[0, 1, 2, 3]) && outcome.missing.is_empty());
-            let later = [first, second, third].map(|result| result.expect("goes on"));
-            assert!(took >= LIMIT / 2 && took < LIMIT * 10 && again < LIMIT, "{took:?}, {again:?}");
-            // The straggler's end is nobody's.
-            for _ in 0..20 {
-                comm.barrier().expect("barrier");
-            }
-            Ok(later)
-        });
+                let (bits, outcome) = whole.expect("all were there");
+                assert!(bits == folded(&[0, 1, 2, 3]) && outcome.missing.is_empty());
+                let later = [first, second, third].map(|result| result.expect("goes on"));
+                assert!(took >= LIMIT / 2 && took < LIMIT * 10 && again < LIMIT, "{took:?}, {again:?}");
+                // The straggler's end is nobody's.
+                excluded.wait();
+                for _ in 0..20 {
+                    sum(&comm, &CallOptions::default()).expect("goes on");
+                }
+                ended.wait();
+                Ok(later)
+            },
+        );
         let others: Vec<u32> = (0..RANKS).filter(|&rank| rank != straggler).collect();
         for (rank, result) in (0..).zip(results) {
             match result {
                 Ok(results) => {
                     for (bits, outcome) in results {
-                        assert_eq!(members(&outcome), others, "rank {rank} without {straggler}");
-                        assert!(bits == folded(&others), "rank {rank} without {straggler}");
+                        assert_eq!(members(&outcome), others, "{ways:?}: rank {rank} without {straggler}");
+                        assert!(bits == folded(&others), "{ways:?}: rank {rank} without {straggler}");
                     }
                 }
                 Err(error) => assert_eq!((rank, error), (straggler, Error::Excluded)),
@@ -129,47 +177,66 @@ fn the_others_go_on_over_two_levels() {
 /// A whole leaf is late: nobody there can say so of itself.
 #[test]
 fn a_leaf_without_anybody_is_left_out() {
-    let cluster = Cluster::start(2, 2);
-    let gone_on = Barrier::new(RANKS as usize);
-    let results = cluster.run("leaf", RANKS, folding, |comm| {
-        if comm.rank() >= 2 {
-            gone_on.wait();
-            return sum(&comm, &partial(comm.rank()));
+    for ways in Ways::ALL {
+        let cluster = buses();
+        let [gone_on, ended] = [(); 2].map(|()| Barrier::new(RANKS as usize));
+        let results = cluster.run(
+            "leaf",
+            RANKS,
+            |config| folding(config, ways),
+            |comm| {
+                let is_late = comm.rank() >= 2;
+                if is_late {
+                    gone_on.wait();
+                }
+                let result = sum(&comm, &partial(comm.rank()));
+                if !is_late {
+                    gone_on.wait();
+                }
+                ended.wait();
+                result
+            },
+        );
+        for result in &results[..2] {
+            let (bits, outcome) = result.as_ref().expect("goes on");
+            assert!(members(outcome) == [0, 1] && *bits == folded(&[0, 1]), "{ways:?}");
         }
-        let result = sum(&comm, &partial(comm.rank()));
-        gone_on.wait();
-        result
-    });
-    for result in &results[..2] {
-        let (bits, outcome) = result.as_ref().expect("goes on");
-        assert!(members(outcome) == [0, 1] && *bits == folded(&[0, 1]));
+        let late: Vec<_> = results[2..].iter().map(|result| result.as_ref().err()).collect();
+        assert_eq!(late, [Some(&Error::Excluded); 2], "{ways:?}");
     }
-    assert!(results[2..].iter().all(|result| result.as_ref().err() == Some(&Error::Excluded)), "{results:?}");
 }
 
 #[test]
 fn a_deadline_names_who_was_missing_in_the_tree_and_beside_it() {
     let deadline = Some(Straggler::Deadline(LIMIT));
-    for algo in [Algo::Tree, Algo::Ring] {
-        let cluster = Cluster::start(2, 2);
-        let over = Barrier::new(RANKS as usize);
-        let errors = cluster.run("deadline", RANKS, by_packets, |comm| {
-            if comm.rank() == 2 {
-                over.wait();
-            }
-            let begun = Instant::now();
-            let options = CallOptions { algo: Some(algo), straggler: deadline, ..CallOptions::default() };
-            let result = sum(&comm, &options);
-            let took = begun.elapsed();
-            if comm.rank() != 2 {
-                over.wait();
-                assert!(took < LIMIT * 10, "{took:?}");
-            }
-            result.expect_err("rank 2 is late")
-        });
+    let trees = Ways::ALL.map(|ways| (Algo::Tree, ways));
+    for (algo, ways) in trees.into_iter().chain([(Algo::Ring, Ways::Packets), (Algo::Ring, Ways::Reference)]) {
+        let cluster = buses();
+        let [over, ended] = [(); 2].map(|()| Barrier::new(RANKS as usize));
+        let errors = cluster.run(
+            "deadline",
+            RANKS,
+            |config| config.attach = ways.attach(config.rank),
+            |comm| {
+                if comm.rank() == 2 {
+                    over.wait();
+                }
+                let begun = Instant::now();
+                let options = CallOptions { algo: Some(algo), straggler: deadline, ..CallOptions::default() };
+                let result = sum(&comm, &options);
+                let took = begun.elapsed();
+                if comm.rank() != 2 {
+                    over.wait();
+                    assert!(took < LIMIT * 10, "{took:?}");
+                }
+                // Who leaves is lost to those that come.
+                ended.wait();
+                result.expect_err("rank 2 is late")
+            },
+        );
         for (rank, error) in errors.iter().enumerate() {
             let named = matches!(error, Error::Stragglers { missing } if missing.iter().eq([Rank(2)]));
-            assert!(named, "{algo}: rank {rank}: {error}");
+            assert!(named, "{algo}, {ways:?}: rank {rank}: {error}");
         }
     }
 }
@@ -191,8 +258,8 @@ fn what_can_not_go_on_without_ranks_says_so_and_changes_nothing() {
         comm.leave();
     });
     let by_default = |config: &mut JoinConfig| config.straggler = Straggler::Partial(LIMIT);
-    cluster.run("reference", RANKS, by_default, |comm| {
-        refused(&comm, &sum, &CallOptions::default(), "by reference");
+    Cluster::start_with(2, 2, 2, Default::default()).run("shards", RANKS, by_default, |comm| {
+        refused(&comm, &sum, &CallOptions::default(), "more than one shard");
         let explained = comm.explain(&sum, Algo::Auto).to_string();
         assert!(
             explained.contains("tree          ruled out: tree can't go on without ranks that are late"),
@@ -223,14 +290,22 @@ fn rank_process() {
     let comm = Communicator::join(config).expect("join");
     comm.barrier_with(&CallOptions { straggler: Some(Straggler::Wait), ..CallOptions::default() }).expect("barrier");
     let mut without = 0;
+    let mut buffer = comm.alloc::<u64>(2).expect("memory");
     for op in 0..100_000_u64 {
-        let mut buffer = [1_u64 << comm.rank(), op];
-        let outcome = match comm.all_reduce(&mut buffer, ReduceOp::Sum) {
+        let own = [1_u64 << comm.rank(), op];
+        buffer.copy_from_slice(&own);
+        let outcome = match comm.all_reduce(&mut buffer[..], ReduceOp::Sum) {
             Ok(outcome) => outcome,
-            Err(error) => return println!("ended: {error:?}"),
+            Err(error) => {
+                println!("ended: {error:?}");
+                let whole = [(1 << RANKS) - 1, op * u64::from(RANKS)];
+                // It may have come while it was stopped; nothing comes that it has no part in.
+                assert!(buffer[..] == own || buffer[..] == whole, "{:?}", &buffer[..]);
+                return println!("memory is whole");
+            }
         };
         let members: u64 = members(&outcome).iter().map(|rank| 1 << rank).sum();
-        assert_eq!(buffer, [members, op * u64::from(members.count_ones())]);
+        assert_eq!(buffer[..], [members, op * u64::from(members.count_ones())]);
         if op == 10 {
             println!("has added");
         }
@@ -243,15 +318,20 @@ fn rank_process() {
 
 #[test]
 fn the_others_go_on_when_a_process_is_stopped() {
-    let cluster = Cluster::start(2, 2);
-    let mut ranks: Vec<_> = (0..RANKS).map(|rank| Process::start(&cluster, rank)).collect();
-    ranks[2].wait_for("has added");
-    ranks[2].signal("-STOP");
-    for rank in [0, 1, 3] {
-        ranks[rank].wait_for("went on without 2");
+    let two_levels = Ways::ALL.map(|ways| (2, ways));
+    for (leaves, ways) in two_levels.into_iter().chain([(1, Ways::Reference), (1, Ways::Mixed)]) {
+        let hosts = RANKS as usize / leaves;
+        let cluster = Cluster::start_on(leaves, hosts, Default::default(), Default::default());
+        let mut ranks: Vec<_> = (0..RANKS).map(|rank| Process::start(&cluster, rank, ways)).collect();
+        ranks[2].wait_for("has added");
+        ranks[2].signal("-STOP");
+        for rank in [0, 1, 3] {
+            ranks[rank].wait_for("went on without 2");
+        }
+        ranks[2].signal("-CONT");
+        ranks[2].wait_for("ended: Excluded");
+        ranks[2].wait_for("memory is whole");
     }
-    ranks[2].signal("-CONT");
-    ranks[2].wait_for("ended: Excluded");
 }
 
 /// A rank of its own; killed when it is dropped.
@@ -261,11 +341,12 @@ struct Process {
 }
 
 impl Process {
-    fn start(cluster: &Cluster, rank: u32) -> Self {
+    fn start(cluster: &Cluster, rank: u32, ways: Ways) -> Self {
+        let attach = if ways.attach(rank) == Attach::Shm { "shm" } else { "udp" };
         let mut command = Command::new(std::env::current_exe().expect("this test's file"));
         command.args(["rank_process", "--exact", "--ignored", "--nocapture"]);
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", RANKS.to_string()).env("MASTER_ADDR", "127.0.0.1");
-        command.env("SUMAC_PORT", cluster.controller.local_addr().port().to_string()).env("SUMAC_ATTACH", "udp");
+        command.env("SUMAC_PORT", cluster.controller.local_addr().port().to_string()).env("SUMAC_ATTACH", attach);
         let mut child = command.stdout(Stdio::piped()).spawn().expect("a process");
         let lines = BufReader::new(child.stdout.take().expect("piped")).lines();
         Self { child, lines }

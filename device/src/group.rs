@@ -11,7 +11,7 @@ use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::{Listening, Uplink};
-use sumac_hal::wire::NakReason;
+use sumac_hal::wire::{Limit, NakReason};
 
 /// Who sits below a group's node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -28,6 +28,15 @@ impl Seat {
     pub(crate) fn rank(self) -> Option<Rank> {
         if let Self::Rank(rank) = self { Some(rank) } else { None }
     }
+}
+
+/// How long an operation waits for ranks to come to it, as a rank says before it contributes by reference.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Announced {
+    /// Its seqs.
+    pub(crate) first: u64,
+    pub(crate) end: u64,
+    pub(crate) limit: Limit,
 }
 
 /// One child of a group. Boards allocate these; their content is the node's.
@@ -51,6 +60,10 @@ pub struct Child {
     pub(crate) asked_at: u64,
     /// The function that it contributes through, if it does so by reference.
     pub(crate) owner: Option<FunctionId>,
+    /// The operation with a limit that it was the last to announce, by reference.
+    pub(crate) announced: Option<Announced>,
+    /// Halves of decisions that it was told, by reference.
+    pub(crate) told_halves: u16,
     /// Of its last contribution, echoed in what it is told.
     pub(crate) token: u32,
     /// Answers that may be sent to it again: one earned by each contribution and each probe, so that nobody is
@@ -70,6 +83,8 @@ impl Child {
         seat: Seat::Unknown,
         asked_at: 0,
         owner: None,
+        announced: None,
+        told_halves: 0,
         token: 0,
         credit: 0,
     };

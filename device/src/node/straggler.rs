@@ -18,8 +18,13 @@
 //!   asks: no rank takes a result without knowing whose it is.
 //! - Only an operation that says so has a limit; all others wait, and lose nobody.
 //!
-//! Larger groups than a [`RankMask`] holds, devices of several shards and children by reference are not held back: their
-//! ranks do not post such operations.
+//! By reference, what is held back waits in its ring, as behind a window, and a decision reaches a rank by its ring, before
+//! any answer. The entries of who is left out end with an error once no chain touches its memory.
+//!
+//! Larger groups than a [`RankMask`] holds and devices of several shards are not held back: their ranks do not post such
+//! operations.
+
+mod said;
 
 use super::Live;
 use crate::group::{Child, Failure, Group, Seat};
@@ -30,7 +35,6 @@ use core::time::Duration;
 use sumac_hal::ctrl::{DropReason, TreeConfig};
 use sumac_hal::ids::ChunkNo;
 use sumac_hal::op::{Collective, OpDesc};
-use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::{Flags, Kind, Limit, NakReason, RankMask, Repr};
@@ -108,6 +112,16 @@ impl View {
         self.number
     }
 
+    /// Return the ranks without which the group has failed.
+    pub(super) const fn missed(&self) -> RankMask {
+        self.missed
+    }
+
+    /// Return what decision `number` says, if it is still kept: from which seq on the group goes on without whom.
+    pub(super) fn told(&self, number: u16) -> Option<(ChunkNo, RankMask)> {
+        self.decision(number).map(|Decision { first, ranks }| (ChunkNo(first), ranks))
+    }
+
     /// Tell whether it is decided who has a part in an operation that begins at `first`, or in a later one.
     fn is_decided(&self, first: u64) -> bool {
         self.decision(self.number).is_some_and(|decision| decision.first >= first)
@@ -124,13 +138,13 @@ impl View {
 const GREETING: Duration = Duration::from_secs(5);
 
 /// Tell whether a group's ranks can be named and held back.
-fn can_hold(group: &Group, children: &[Child], shard: Shard) -> bool {
+fn can_hold(children: &[Child], shard: Shard) -> bool {
     let known = |child: &Child| match child.seat {
         Seat::Unknown => false,
         Seat::Rank(rank) => (rank.0 as usize) < RankMask::RANKS,
         Seat::Node => true,
     };
-    group.by_reference.is_none() && shard.shards() == 1 && children.iter().all(known)
+    shard.shards() == 1 && children.iter().all(known)
 }
 
 /// Return the children that have contributed to something from `first` on, and have not left.
@@ -147,7 +161,7 @@ fn limit_at(group: &Group, children: &[Child], slots: &[Slot], shard: Shard) -> 
     let slot = &slots[(first % slots.len() as u64) as usize];
     let waits =
         !group.view.is_decided(first) && slot.holds(first) && slot.state == State::Filling && slot.op_first == first;
-    let limit = slot.limit.filter(|_| waits && can_hold(group, children, shard))?;
+    let limit = slot.limit.filter(|_| waits && can_hold(children, shard))?;
     let all = here(children, &group.view.out, first).len() + group.view.out.len() == children.len();
     let at = slot.first_at? + Duration::from_micros(limit.us.into());
     let again = group.view.looked_at.map_or(at, |looked| at.max(looked + again(group)));
@@ -314,12 +328,25 @@ impl Live<'_> {
             if stays {
                 if self.children[child].addr.is_some() {
                     self.group.view.tell.insert(child);
+                } else if let Some(by_reference) = &mut self.group.by_reference
+                    && self.children[child].owner.is_some()
+                {
+                    by_reference.untold.insert(child);
                 }
                 continue;
             }
             self.group.view.out.insert(child);
             self.group.view.tell.remove(child);
             self.forget(child);
+            if self.children[child].owner.is_some() {
+                self.withdraw(child);
+            }
+            if let Some(by_reference) = &mut self.group.by_reference
+                && self.children[child].owner.is_some()
+            {
+                // From which chunk on: it may look up for itself what came before.
+                by_reference.untold.insert(child);
+            }
         }
         let out = self.group.view.out;
         let left = self.children.iter().enumerate().filter(|(child, _)| !out.contains(*child));
@@ -327,7 +354,9 @@ impl Live<'_> {
         for index in 0..self.slots.len() {
             if self.slots[index].state == State::Filling && self.slots[index].local >= first {
                 self.leave_out(index);
-                if self.slots[index].bits.len() == self.children.len() {
+                if self.refs.is_some() {
+                    self.stir(index);
+                } else if self.slots[index].bits.len() == self.children.len() {
                     self.complete(index, now);
                 }
             }
@@ -355,13 +384,14 @@ impl Live<'_> {
         self.common.reply(to, Repr { reason: Some(NakReason::Excluded), ..nak });
     }
 
-    /// Enter an `Empty` for each child that has left into slot `index`.
+    /// Enter an `Empty` for each child that has left into slot `index`; by reference, that is done when it is its turn.
     pub(super) fn leave_out(&mut self, index: usize) {
         if self.group.view.out.is_empty() {
             return;
         }
+        let inline = self.group.view.out.without(&self.by_reference());
         for child in 0..self.children.len() {
-            if self.group.view.out.contains(child) && !self.slots[index].bits.contains(child) {
+            if inline.contains(child) && !self.slots[index].bits.contains(child) {
                 self.slots[index].mark(child, false, false);
                 self.combine_input(index, child, None);
             }
@@ -377,9 +407,12 @@ impl Live<'_> {
     /// if it does.
     pub(super) fn fails_without(&mut self, index: usize, now: Instant) -> bool {
         let (slot, gone) = (self.slots[index], self.group.view.gone);
+        if gone.is_empty() || self.group.parent.is_some() {
+            return false;
+        }
         // What brings nothing and wants nothing runs by a schedule.
-        let runs_here = !(slot.want.is_empty() && slot.data.is_empty());
-        let fails = self.group.parent.is_none() && runs_here && lacks(&slot.op, &gone);
+        let runs_here = self.is_wanted(index) || !self.brought(index).is_empty();
+        let fails = runs_here && lacks(&slot.op, &gone);
         if fails {
             self.fail_without(slot.local, gone, now);
         }
@@ -388,7 +421,9 @@ impl Live<'_> {
 
     /// Tell whether what a child sends to `seq` has to wait for a decision.
     pub(super) fn is_held_back(&self, child: usize, seq: u64) -> bool {
-        self.group.view.hold.as_ref().is_some_and(|hold| seq >= hold.first && !hold.here.contains(child))
+        let has_failed = self.group.failed.is_some_and(|failure| seq >= failure.from.0);
+        let hold = self.group.view.hold.as_ref().filter(|_| !has_failed);
+        hold.is_some_and(|hold| seq >= hold.first && !hold.here.contains(child))
     }
 
     /// Keep what the first contribution to slot `index` says of its operation's limit.
@@ -399,145 +434,13 @@ impl Live<'_> {
         }
     }
 
-    /// A child says who is missing below it, or asks for a decision.
-    pub(super) fn on_late(&mut self, child: usize, repr: &Repr, payload: &[u8], now: Instant) {
-        let Some(to) = self.children[child].addr else { return };
-        let Some(missing) = RankMask::from_bytes(payload) else { return self.on_view_asked(child, to, repr) };
-        if self.children[child].seat != Seat::Node {
-            // A rank speaks for nobody else.
-            return self.common.drop_packet(DropReason::BadKind);
+    /// The same of the first by reference, from what its child has announced.
+    pub(super) fn note_announced(&mut self, index: usize, child: usize) {
+        let slot = &mut self.slots[index];
+        let announced = self.children[child].announced;
+        if let Some(announced) = announced.filter(|op| (op.first..op.end).contains(&slot.local)) {
+            (slot.limit, slot.op_first) = (Some(announced.limit), announced.first);
         }
-        self.children[child].token = repr.token;
-        if let Some(failure) = self.group.failed.filter(|failure| repr.seq >= failure.from) {
-            return self.reply_failure(to, child, &failure, repr);
-        }
-        let view = &self.group.view;
-        let decided = (1..=view.number)
-            .rev()
-            .find(|&number| view.decision(number).is_some_and(|decision| decision.first == repr.seq.0));
-        if let Some(number) = decided {
-            return self.tell_view(child, to, number, repr.token);
-        }
-        let asked = repr.op_desc().zip(repr.limit()).filter(|(_, (_, distance))| *distance == 0);
-        let near =
-            (self.group.answered_below..self.group.answered_below + self.group.window_local).contains(&repr.seq.0);
-        let Some((op, (limit, _))) = asked.filter(|_| near && can_hold(self.group, self.children, self.shard())) else {
-            return self.common.drop_packet(DropReason::Unexpected);
-        };
-        if self.group.view.hold.is_none() && !missing.is_empty() {
-            self.hold(repr.seq.0, op, limit, now);
-        }
-        if let Some(hold) = self.group.view.hold.as_mut().filter(|hold| hold.first == repr.seq.0) {
-            hold.asked.remove(child);
-            hold.missing = hold.missing.union(&missing);
-            hold.heard_at = now;
-            if repr.count > 0 {
-                hold.here.insert(child);
-            } else {
-                hold.here.remove(child);
-            }
-            let ack = self.down_header(Kind::Late, child, repr.seq, repr.token);
-            self.common.reply(to, ack);
-            self.settle(now);
-        }
-    }
-
-    /// A child does not know decision `repr.view`; or it only makes itself known.
-    fn on_view_asked(&mut self, child: usize, to: Addr, repr: &Repr) {
-        if self.group.view.decision(repr.view).is_some() {
-            return self.tell_view(child, to, repr.view, repr.token);
-        }
-        let ack = self.down_header(Kind::Late, child, repr.seq, repr.token);
-        self.common.reply(to, ack);
-    }
-
-    fn tell_view(&mut self, child: usize, to: Addr, number: u16, token: u32) {
-        if let Some((repr, mask)) = self.cut_header(child, number, token) {
-            self.common.reply_with(to, repr, Some(mask));
-        }
-    }
-
-    /// Return what tells `child` of decision `number`.
-    pub(super) fn cut_header(&self, child: usize, number: u16, token: u32) -> Option<(Repr, RankMask)> {
-        let Decision { first, ranks } = self.group.view.decision(number)?;
-        Some((Repr { view: number, ..self.down_header(Kind::Cut, child, ChunkNo(first), token) }, ranks))
-    }
-
-    /// Tell whether the parent knows of decisions that this node does not.
-    pub(super) fn lags(&self, view: u16) -> bool {
-        view > self.group.view.number
-    }
-
-    /// Ask the parent for the next decision; also what a node says first.
-    pub(super) fn ask_view(&mut self) {
-        let header = self.up_header(Kind::Late, ChunkNo(self.group.answered_below), self.group.token);
-        self.send_up(Repr { view: self.group.view.number + 1, ..header });
-    }
-
-    /// The parent asks who is missing, or says that it has heard.
-    pub(super) fn on_asked(&mut self, repr: &Repr, now: Instant) {
-        self.group.view.greets = None;
-        if let Some(hold) = &mut self.group.view.hold {
-            hold.heard_at = now;
-        }
-        if !repr.flags.contains(Flags::WANT) || self.group.failed.is_some() {
-            return;
-        }
-        let Some((op, (limit, _))) = repr.op_desc().zip(repr.limit()) else {
-            return self.common.drop_packet(DropReason::BadKind);
-        };
-        let first = repr.seq.0;
-        if self.group.view.is_decided(first) || first < self.group.answered_below {
-            // Asked before the decision; this came late.
-            return self.common.drop_packet(DropReason::Stale);
-        }
-        let can = can_hold(self.group, self.children, self.shard());
-        if self.group.view.hold.is_none() && can {
-            // Says so by itself if anybody is missing.
-            self.hold(first, op, limit, now);
-        } else {
-            self.settle(now);
-        }
-        if self.group.view.hold.is_none() {
-            let header = self.up_header(Kind::Late, repr.seq, self.group.token);
-            let mut none = Repr { count: 1, ..header };
-            none.set_op(&op);
-            none.set_limit(limit, 0);
-            self.send_up_with(none, Some(RankMask::EMPTY));
-        }
-    }
-
-    /// The root has decided.
-    pub(super) fn on_cut(&mut self, repr: &Repr, payload: &[u8], now: Instant) {
-        let Some(ranks) = RankMask::from_bytes(payload) else {
-            return self.common.drop_packet(DropReason::BadShape);
-        };
-        if repr.view == self.group.view.number + 1 {
-            return self.cut(repr.seq.0, ranks, now);
-        }
-        let lags = self.lags(repr.view);
-        self.common.drop_packet(if lags { DropReason::Unexpected } else { DropReason::Duplicate });
-        if lags {
-            self.ask_view();
-        }
-    }
-
-    /// The group does not go on without ranks, or without this node.
-    pub(super) fn on_left(&mut self, reason: NakReason, repr: &Repr, payload: &[u8], now: Instant) {
-        self.group.view.missed = RankMask::from_bytes(payload).unwrap_or_default();
-        self.group.view.hold = None;
-        self.fail(Failure { from: repr.seq, reason, ops: None }, now);
-    }
-
-    /// Tell a child why there is no answer.
-    pub(super) fn reply_failure(&mut self, to: Addr, child: usize, failure: &Failure, repr: &Repr) {
-        let nak = self.failure_nak(failure, child, repr.seq, repr.token);
-        self.common.reply_with(to, nak, self.missed(failure));
-    }
-
-    /// Return the ranks that a failure is about.
-    pub(super) fn missed(&self, failure: &Failure) -> Option<RankMask> {
-        (failure.reason == NakReason::Stragglers).then_some(self.group.view.missed)
     }
 }
 

@@ -182,7 +182,7 @@ impl Attached {
     }
 
     fn make((boot_id, dma): (BootId, Capabilities)) -> Result<(Function, [Ends; 2]), CreateError> {
-        let features = Features::BY_REFERENCE | Features::FENCE | Features::REDO | Features::HEARTBEAT;
+        let features = Features::all();
         let function = Function::create(&FunctionConfig { boot_id, features, queues: QUEUES, depth: DEPTH, dma })?;
         let ends = |index: u32| -> Result<Ends, CreateError> {
             // A function has the queues that it was made with.
@@ -259,6 +259,11 @@ impl Attached {
                     None => break,
                     Some(words) => match SubmissionEntry::parse(&words)? {
                         SubmissionEntry::Contribution(entry) => entry,
+                        SubmissionEntry::Limit(limit) => {
+                            node.announce(self.id, &limit);
+                            taken = true;
+                            continue;
+                        }
                         _ => return Err(Ended::Queue),
                     },
                 },

@@ -277,20 +277,27 @@ impl Functions {
         attached.leave(&self.bells);
     }
 
-    /// Do what there is to do without waiting; true if anything was done.
-    fn serve(&mut self, node: &mut Node<'_>, now: Instant) -> bool {
-        let mut busy = false;
+    /// Take what was submitted; true if there was something. Before the node looks at the time, so that no rank counts as
+    /// late because the shard was.
+    pub(super) fn take(&mut self, node: &mut Node<'_>, now: Instant) -> bool {
+        let mut taken_any = false;
         let mut at = 0;
         while at < self.attached.len() {
             let function = &mut self.attached[at];
             match function.take(node, &mut self.regions, &mut self.engine, now) {
                 Ok(taken) => {
-                    busy |= taken;
+                    taken_any |= taken;
                     at += 1;
                 }
                 Err(ended) => self.detach(at, &ended),
             }
         }
+        taken_any
+    }
+
+    /// Do what there is to do without waiting; true if anything was done.
+    fn serve(&mut self, node: &mut Node<'_>, now: Instant) -> bool {
+        let mut busy = self.take(node, now);
         let nothing = Completion { tag: Tag::default(), status: Status::Done, step: 0 };
         loop {
             // What was submitted may have ended already: short chains do.
@@ -329,6 +336,9 @@ impl Functions {
             };
             if let Some((first, other)) = answer.operations {
                 function.tell(CompletionEntry::Operations { first: pack_op(&first), other: pack_op(&other) });
+            }
+            if let (Some(missing), CompletionEntry::Answer { seq, .. }) = (answer.missing, answer.entry) {
+                CompletionEntry::missing(0, seq, &missing).into_iter().for_each(|half| function.tell(half));
             }
             function.tell(answer.entry);
         }

@@ -214,6 +214,7 @@ impl Worker {
             }
             if let Some(functions) = &mut self.functions {
                 functions.poll_connections(&node);
+                functions.take(&mut node, now());
             }
             let next = runtime::poll(&mut node, &mut self.port, now());
             let busy = self.functions.as_mut().is_some_and(|functions| functions.attend(&mut node, now));

@@ -21,7 +21,7 @@ pub const MAGIC: u32 = u32::from_le_bytes(*b"SUMA");
 pub const VERSION_MAJOR: u16 = 1;
 
 /// A later minor version only gives a meaning to what was reserved.
-pub const VERSION_MINOR: u16 = 1;
+pub const VERSION_MINOR: u16 = 2;
 
 /// The most queues of a function: the admin queue, and one for each of the device's shards.
 pub const QUEUES_MAX: u32 = 64;
@@ -52,6 +52,9 @@ bitflags! {
         /// Its heartbeat changes with each turn of its runtime, and there is a turn whenever it is rung: one that stands
         /// still then is stuck or stopped. Since version 1.1.
         const HEARTBEAT = 1 << 3;
+        /// It takes how long an operation waits for ranks ([`OperationLimit`](super::OperationLimit)), and says who has no
+        /// part in one. Since version 1.2.
+        const STRAGGLERS = 1 << 4;
     }
 }
 

@@ -23,6 +23,10 @@
 //! The operation's root and elements are there to name it where ranks differ; what does not fit is told as the most that
 //! does. An offset that does not fit is none that a region has, and stays none.
 //!
+//! How long an operation waits for ranks (3), before its first contribution on the same queue: word 0 bit 8 it goes on
+//! without who is missing then; word 1 as of the contribution; word 2 the operation's first seq, word 3 how many seqs it
+//! has, word 4 the limit in microseconds. It is not answered: what is wrong with it is wrong with what follows, too.
+//!
 //! An admin command (on queue 0): word 0 the opcode, word 1 a cookie, then register (16): handle of the memory, offset
 //! and length in bytes; deregister (17): the region's key; fence (18): group and epoch as in word 1 above.
 //!
@@ -30,7 +34,9 @@
 //! number and one, 0 if none is known; words 1 and 2 as of the contribution; word 3 bits 0..32 `stable` - seq as a signed
 //! number, 32..64 how late the slowest rank was in microseconds. For an admin command (16): words 1 the cookie, 2 the value. Before an answer of
 //! mismatch or of what is unsupported, the operations that it speaks of (2): words 1 and 2, each packed by
-//! [`pack_op`](crate::wire::pack_op); nothing else in word 0.
+//! [`pack_op`](crate::wire::pack_op); nothing else in word 0. Half of a set of ranks (3), always followed by the other:
+//! word 0 bit 16 it is the second, bits 32..48 the number of the decision to go on without them, or 0 before an answer of
+//! [`EntryStatus::Stragglers`]; word 1 the first seq that they have no part in; words 2 and 3 a bit for each rank.
 //!
 //! By reference there is no `have` of more than 2^16 behind, because windows are shorter; so 16 bits of distance do.
 //! Invariant: `parse` gives back what `emit` was given, and takes nothing else: what has no meaning is 0.
@@ -38,6 +44,7 @@
 use crate::dma::{Address, RegionKey};
 use crate::ids::{ChunkNo, Epoch, GroupId, Rank};
 use crate::op::{Collective, Dtype, ReduceOp};
+use crate::wire::{Limit, RankMask};
 
 /// The words of a submission entry: one cache line.
 pub const SUBMISSION_WORDS: usize = 8;
@@ -47,11 +54,14 @@ pub const COMPLETION_WORDS: usize = 4;
 
 const REFERENCE: u8 = 1;
 const EMPTY: u8 = 2;
+const LIMIT: u8 = 3;
 const REGISTER: u8 = 16;
 const DEREGISTER: u8 = 17;
 const FENCE: u8 = 18;
 
 const WANT: u64 = 1 << 8;
+const CUTS: u64 = 1 << 8;
+const SECOND: u64 = 1 << 16;
 
 /// The highest offset of an entry: 256 TiB, which no region has.
 const OFFSET_MAX: u64 = (1 << 48) - 1;
@@ -65,6 +75,8 @@ const TOTAL_MAX: u64 = (1 << 40) - 1;
 pub enum SubmissionEntry {
     /// On a data queue: a contribution to a run of chunks.
     Contribution(Contribution),
+    /// On a data queue, before the contributions to the operation.
+    Limit(OperationLimit),
     /// On the admin queue.
     Admin {
         /// What its completion is recognised by.
@@ -105,6 +117,21 @@ pub struct Contribution {
     pub src: Option<Address>,
     /// Where the result goes; `None` if the rank does not want it.
     pub dst: Option<Address>,
+}
+
+/// How long an operation waits for ranks to come to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OperationLimit {
+    /// The group.
+    pub group: GroupId,
+    /// Its epoch, as the rank knows it.
+    pub epoch: Epoch,
+    /// The operation's first chunk.
+    pub seq: ChunkNo,
+    /// How many chunks it has.
+    pub chunks: u64,
+    /// How long, and what then.
+    pub limit: Limit,
 }
 
 /// What only the admin queue takes.
@@ -172,11 +199,15 @@ pub enum EntryStatus {
     Fenced = 28,
     /// The engine failed.
     Hardware = 29,
+    /// Ranks did not come to the operation within its limit, and it has no result without them.
+    Stragglers = 30,
+    /// The group goes on without this rank, which did not come to an operation within its limit.
+    Excluded = 31,
 }
 
 impl EntryStatus {
     /// Every status.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 18] = [
         Self::Result,
         Self::Done,
         Self::Malformed,
@@ -193,6 +224,8 @@ impl EntryStatus {
         Self::PathLost,
         Self::Fenced,
         Self::Hardware,
+        Self::Stragglers,
+        Self::Excluded,
     ];
 
     /// Return the status of a number, if this version knows it.
@@ -242,6 +275,18 @@ pub enum CompletionEntry {
         /// Another that was called.
         other: u64,
     },
+    /// To nothing: one half of a set of ranks that did not come to an operation; see [`CompletionEntry::missing`].
+    Missing {
+        /// The number of the decision to go on without them, from 1 on; 0: the next answer of
+        /// [`EntryStatus::Stragglers`] speaks of them.
+        decision: u16,
+        /// The half for ranks from 128 on, which comes behind the other.
+        second: bool,
+        /// The first chunk that they have no part in.
+        seq: ChunkNo,
+        /// The half.
+        ranks: [u64; 2],
+    },
 }
 
 /// Why words are no entry.
@@ -274,6 +319,10 @@ impl SubmissionEntry {
     pub fn emit(&self) -> [u64; SUBMISSION_WORDS] {
         match *self {
             Self::Contribution(contribution) => contribution.emit(),
+            Self::Limit(OperationLimit { group, epoch, seq, chunks, limit }) => {
+                let head = u64::from(LIMIT) | if limit.cuts { CUTS } else { 0 };
+                [head, view(group, epoch), seq.0, chunks, limit.us.into(), 0, 0, 0]
+            }
             Self::Admin { cookie, command } => {
                 let (opcode, arguments) = match command {
                     AdminCommand::Register { handle, offset_bytes, len_bytes } => {
@@ -295,6 +344,11 @@ impl SubmissionEntry {
         let admin = |command| Self::Admin { cookie: words[1], command };
         let entry = match words[0] as u8 {
             REFERENCE | EMPTY => Self::Contribution(Contribution::parse(words)?),
+            LIMIT => {
+                let (group, epoch) = from_view(words[1]);
+                let limit = Limit { us: words[4] as u32, cuts: words[0] & CUTS != 0 };
+                Self::Limit(OperationLimit { group, epoch, seq: ChunkNo(words[2]), chunks: words[3], limit })
+            }
             REGISTER => admin(AdminCommand::Register { handle: words[2], offset_bytes: words[3], len_bytes: words[4] }),
             DEREGISTER => {
                 let region = RegionKey::from_bits(words[2]);
@@ -377,9 +431,16 @@ impl Contribution {
 
 const ANSWER: u8 = 1;
 const OPERATIONS: u8 = 2;
+const MISSING: u8 = 3;
 const ADMIN: u8 = 16;
 
 impl CompletionEntry {
+    /// Return what tells of ranks that have no part in `seq` and what follows it, in this order.
+    pub fn missing(decision: u16, seq: ChunkNo, ranks: &RankMask) -> [Self; 2] {
+        let [first, second] = ranks.halves();
+        [(false, first), (true, second)].map(|(second, ranks)| Self::Missing { decision, second, seq, ranks })
+    }
+
     /// Return the words that travel.
     pub fn emit(&self) -> [u64; COMPLETION_WORDS] {
         let head = |opcode: u8, status: EntryStatus| u64::from(opcode) | u64::from(status as u8) << 8;
@@ -395,6 +456,10 @@ impl CompletionEntry {
             }
             Self::Admin { status, cookie, value } => [head(ADMIN, status), cookie, value, 0],
             Self::Operations { first, other } => [u64::from(OPERATIONS), first, other, 0],
+            Self::Missing { decision, second, seq, ranks: [low, high] } => {
+                let head = u64::from(MISSING) | if second { SECOND } else { 0 } | u64::from(decision) << 32;
+                [head, seq.0, low, high]
+            }
         }
     }
 
@@ -421,6 +486,12 @@ impl CompletionEntry {
             }
             ADMIN => Self::Admin { status, cookie: words[1], value: words[2] },
             OPERATIONS => Self::Operations { first: words[1], other: words[2] },
+            MISSING => Self::Missing {
+                decision: (head >> 32) as u16,
+                second: head & SECOND != 0,
+                seq: ChunkNo(words[1]),
+                ranks: [words[2], words[3]],
+            },
             opcode => return Err(EntryError::Opcode(opcode)),
         };
         exact(entry, entry.emit(), words)

@@ -60,6 +60,6 @@ pub use bar::{
     Identity, MAGIC, ProbeError, QUEUES_MAX, Queue, VERSION_MAJOR, VERSION_MINOR, bar_len_bytes, queue_stride_bytes,
 };
 pub use entry::{
-    AdminCommand, COMPLETION_WORDS, CompletionEntry, Contribution, EntryError, EntryStatus, SUBMISSION_WORDS,
-    SubmissionEntry,
+    AdminCommand, COMPLETION_WORDS, CompletionEntry, Contribution, EntryError, EntryStatus, OperationLimit,
+    SUBMISSION_WORDS, SubmissionEntry,
 };

@@ -5,6 +5,7 @@ use crate::dma::{Address, Capabilities, Profile, RegionKey};
 use crate::ids::{BootId, ChunkNo, Epoch, GroupId, Rank};
 use crate::op::{Collective, Dtype, ReduceOp};
 use crate::ring::{Consumer, Memory, Producer};
+use crate::wire::{Limit, RankMask};
 use core::sync::atomic::{AtomicU64, Ordering};
 use proptest::prelude::*;
 
@@ -60,7 +61,7 @@ fn golden_registers() {
     let memory = device();
     let dma = config().dma;
     let expected = [
-        (0x00, 0x0001_0001_414d_5553),
+        (0x00, 0x0001_0002_414d_5553),
         (0x08, 0x1122_3344_5566_7788),
         (0x10, 0x2000 + 3 * 0x1000),
         (0x18, 0x1_0000_0003),
@@ -258,6 +259,16 @@ fn golden_submissions() {
             admin(AdminCommand::Deregister { region: RegionKey { index: 4, generation: 5 } }),
             [17, 0xc, 0x5_0000_0004, 0, 0, 0, 0, 0],
         ),
+        (
+            SubmissionEntry::Limit(OperationLimit {
+                group,
+                epoch: full.epoch,
+                seq: ChunkNo(0x44),
+                chunks: 0x55,
+                limit: Limit { us: 0x6666_7777, cuts: true },
+            }),
+            [0x103, 0x2_0003_0000_1111, 0x44, 0x55, 0x6666_7777, 0, 0, 0],
+        ),
         (admin(AdminCommand::Fence { group, epoch: full.epoch }), [18, 0xc, 0x2_0003_0000_1111, 0, 0, 0, 0, 0]),
     ];
     for (entry, words) in cases {
@@ -293,11 +304,20 @@ fn golden_completions() {
         stable: ChunkNo(3),
         slowest: Some((Rank(0x0a0b), 0x0c0d_0e0f)),
     };
+    let ranks: RankMask = [0, 127, 129].map(Rank).into_iter().collect();
+    let [first, second] = CompletionEntry::missing(7, ChunkNo(4), &ranks);
     let cases = [
         (answer, [0x0a0c_0006_0005_0001, 0x2_0003_0000_1111, 4, 0x0c0d_0e0f_ffff_ffff]),
         (CompletionEntry::Admin { status, cookie: 8, value: 9 }, [0x1c10, 8, 9, 0]),
         (CompletionEntry::Operations { first: 10, other: 11 }, [2, 10, 11, 0]),
+        (first, [0x7_0000_0003, 4, 1, 1 << 63]),
+        (second, [0x7_0001_0003, 4, 2, 0]),
     ];
+    let halves = [first, second].map(|half| {
+        let CompletionEntry::Missing { ranks, .. } = half else { panic!("{half:?}") };
+        ranks
+    });
+    assert_eq!(RankMask::from_halves(halves), ranks);
     for (entry, words) in cases {
         assert_eq!(entry.emit(), words, "{entry:x?}");
         assert_eq!(CompletionEntry::parse(&words), Ok(entry));
@@ -322,7 +342,9 @@ fn entries_with_bits_that_mean_nothing_are_refused() {
     assert_eq!(with(0, WANT_BIT), field(4, 0), "a destination that nobody wants");
     assert_eq!(with(0, 0xff), Some(EntryError::Opcode(0xfe)));
     assert_eq!(CompletionEntry::parse(&[0x0201, 0, 0, 0]), Err(EntryError::Field { word: 0, value: 0x0201 }));
-    assert_eq!(CompletionEntry::parse(&[3, 0, 0, 0]), Err(EntryError::Opcode(3)));
+    assert_eq!(CompletionEntry::parse(&[4, 0, 0, 0]), Err(EntryError::Opcode(4)));
+    let late = 0x2_0003;
+    assert_eq!(CompletionEntry::parse(&[late, 0, 0, 0]), Err(EntryError::Field { word: 0, value: late }));
     let operations = |word: usize, value: u64| {
         let mut words = [2, 10, 11, 0];
         words[word] = value;

@@ -59,6 +59,17 @@ impl RankMask {
         bytes
     }
 
+    /// Return the two halves, for entries that have no room for more: bit n % 64 of word n / 64 is rank n, or n + 128.
+    pub const fn halves(&self) -> [[u64; 2]; 2] {
+        let [a, b, c, d] = self.0;
+        [[a, b], [c, d]]
+    }
+
+    /// Put two halves together.
+    pub const fn from_halves([[a, b], [c, d]]: [[u64; 2]; 2]) -> Self {
+        Self([a, b, c, d])
+    }
+
     /// Read a set from a packet's payload, which is exactly one.
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let bytes: [u8; Self::LEN_BYTES] = bytes.try_into().ok()?;

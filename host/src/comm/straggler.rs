@@ -1,7 +1,7 @@
 //! Ranks that come late to an operation: how long the others wait for them, and what then (PROTOCOL 10).
 //!
 //! The limit travels with the operation through its tree, whose root alone decides, once, before the first result. So it
-//! is for trees that all ranks reach by packets, of devices of one shard, and of 256 ranks at most. Elsewhere
+//! is for trees of devices of one shard, and of 256 ranks at most, by packets, by reference or both. Elsewhere
 //! [`Straggler::Partial`] is not possible, and says so; [`Straggler::Deadline`] is the deadline of the call there, which
 //! names nobody.
 //!
@@ -15,7 +15,7 @@
 use super::core::Core;
 use super::error::Error;
 use super::{CallOptions, Outcome};
-use crate::choice::{Algo, Attached, Explanation, RuledOut};
+use crate::choice::{Algo, Explanation, RuledOut};
 use crate::endpoint::{OpId, Verdict};
 use std::time::Duration;
 use sumac_hal::ids::Rank;
@@ -44,7 +44,6 @@ pub enum Straggler {
 enum WhyNot {
     Schedule,
     AllGather,
-    ByReference,
     Shards,
     Ranks,
 }
@@ -54,9 +53,6 @@ impl WhyNot {
         match self {
             Self::Schedule => "only the root of a tree can decide who has a part in it",
             Self::AllGather => "nobody else has the block of a rank that is missing",
-            Self::ByReference => {
-                "ranks contribute by reference; joining with `attach: udp` at all ranks makes it possible"
-            }
             Self::Shards => "the devices have more than one shard, which do not decide together",
             Self::Ranks => "sets of ranks are told of up to 256 ranks",
         }
@@ -71,12 +67,10 @@ impl Core {
     /// Return why no tree can hold back ranks that are late, if it can't.
     fn why_not(&self) -> Option<WhyNot> {
         let shards = self.tree.as_ref().map_or(1, |tree| tree.shards());
-        match self.situation.attached() {
-            Some(Attached::ByReference | Attached::Mixed { .. }) => Some(WhyNot::ByReference),
-            _ if shards > 1 => Some(WhyNot::Shards),
-            _ if self.config.world as usize > RankMask::RANKS => Some(WhyNot::Ranks),
-            _ => None,
+        if shards > 1 {
+            return Some(WhyNot::Shards);
         }
+        (self.config.world as usize > RankMask::RANKS).then_some(WhyNot::Ranks)
     }
 
     /// Return what goes with an operation through the tree; `None` if it waits for everybody as long as it takes.
@@ -187,8 +181,8 @@ mod tests {
         assert!(
             ring.chosen.is_none() && ring.refusal().is_some_and(|why| why.to_string().contains("the root of a tree"))
         );
-        let reference = rule_out(found(Algo::Auto), Some(WhyNot::ByReference));
-        assert_eq!(reference.chosen, None);
-        assert!(reference.to_string().contains("ruled out: tree can't go on without ranks"), "{reference}");
+        let sharded = rule_out(found(Algo::Auto), Some(WhyNot::Shards));
+        assert_eq!(sharded.chosen, None);
+        assert!(sharded.to_string().contains("ruled out: tree can't go on without ranks"), "{sharded}");
     }
 }

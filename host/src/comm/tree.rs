@@ -46,7 +46,7 @@ impl Tree {
                     let output = extent.output(buffers);
                     (places.output, lens.1) = (driver.place(output, desc), output.len());
                 }
-                match driver.post(*desc, path, places) {
+                match driver.post_within(*desc, path, limit, places) {
                     Ok(op) => Ok((op, ReferenceDriver::transfer(&places, lens.0, lens.1))),
                     Err(error) => Err(self.refused(error)),
                 }
@@ -110,7 +110,7 @@ impl Tree {
     pub(super) fn gone(&self) -> RankMask {
         match self {
             Self::Packets(driver) => driver.endpoint().gone(),
-            Self::Reference(_) => RankMask::EMPTY,
+            Self::Reference(driver) => driver.gone(),
         }
     }
 

@@ -305,6 +305,7 @@ impl Ops {
     }
 
     /// Take in an operation; `offloaded` if its data goes through the tree.
+    #[cfg(test)]
     pub(crate) fn post(&mut self, desc: OpDesc, signature: u32, offloaded: bool) -> Result<OpId, PostError> {
         self.post_within(desc, signature, offloaded, None)
     }

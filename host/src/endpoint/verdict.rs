@@ -54,6 +54,11 @@ impl Cuts {
         self.made.last().map_or(RankMask::EMPTY, |(_, gone)| *gone)
     }
 
+    /// Return from which seq on a rank has no part, if it has left.
+    pub(crate) fn first_without(&self, rank: Rank) -> Option<u64> {
+        self.made.iter().find(|(_, gone)| gone.contains(rank)).map(|(first, _)| *first)
+    }
+
     /// Return who has no part in the operation that begins at `first`.
     pub(crate) fn missing_at(&self, first: u64) -> RankMask {
         let decided = self.made.iter().rev().find(|(from, _)| *from <= first);

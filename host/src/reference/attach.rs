@@ -13,7 +13,8 @@ use sumac_hal::wire::crc32c;
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What a device has to have.
-const NEEDED: Features = Features::BY_REFERENCE.union(Features::FENCE).union(Features::REDO);
+const NEEDED: Features =
+    Features::BY_REFERENCE.union(Features::FENCE).union(Features::REDO).union(Features::STRAGGLERS);
 
 /// What regions are aligned to: pages.
 const ALIGNMENT_MAX_BYTES: u32 = 4096;

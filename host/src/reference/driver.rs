@@ -21,6 +21,7 @@ use sumac_hal::op::{Dtype, OpDesc, Path};
 use sumac_hal::ring::Patience;
 use sumac_hal::shm::{Connection, Function, Message, Pages, Region, SocketError, Waiter};
 use sumac_hal::uplink::HopTimers;
+use sumac_hal::wire::{Limit, RankMask};
 
 /// How long to sleep before the connection and the heartbeat are looked at.
 const SLICE: Duration = Duration::from_millis(20);
@@ -179,6 +180,26 @@ impl ReferenceDriver {
         self.endpoint.post(desc, path, places)
     }
 
+    /// The same for an operation that does not wait longer than a limit for ranks to come to it. All ranks have to give
+    /// the same.
+    ///
+    /// # Errors
+    /// [`PostError`] if the group has failed or too much is in flight.
+    pub fn post_within(
+        &mut self,
+        desc: OpDesc,
+        path: Path,
+        limit: Option<Limit>,
+        places: Places,
+    ) -> Result<OpId, PostError> {
+        self.endpoint.post_within(desc, path, limit, places)
+    }
+
+    /// Return the ranks that have left the group.
+    pub(crate) fn gone(&self) -> RankMask {
+        self.endpoint.gone()
+    }
+
     /// Return what is known of the operation whose completion was told last.
     pub fn verdict(&self) -> Verdict {
         self.endpoint.verdict()
@@ -289,8 +310,13 @@ impl ReferenceDriver {
             let room = (self.data.submissions.room()? as usize).min(BATCH);
             let mut batch = [[0; SUBMISSION_WORDS]; BATCH];
             let mut count = 0;
-            while count < room {
+            // A run may take a second entry, for its operation's limit.
+            while count + 1 < room {
                 let Some(run) = self.endpoint.next_run() else { break };
+                if let Some(limit) = run.limit {
+                    batch[count] = SubmissionEntry::Limit(limit).emit();
+                    count += 1;
+                }
                 batch[count] = SubmissionEntry::Contribution(run.contribution).emit();
                 count += 1;
                 if let Some(fill) = run.fill {

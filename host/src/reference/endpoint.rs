@@ -11,19 +11,20 @@
 //! - an error that the tree tells at chunk k ends the group when every chunk below k has landed, as for packets; a
 //!   refusal of this rank's own entry, and an answer that makes no sense, end it at once.
 
+mod answers;
+
 use super::bounce::Bounce;
-use super::error::Breach;
 use crate::endpoint::{
-    Buffers, EndpointError, EndpointStats, Event, Keep, MAX_OPS, Op, OpId, Ops, Part, PostError, Seat, Slowest, Verdict,
+    Buffers, EndpointError, EndpointStats, Event, Keep, MAX_OPS, Op, OpId, Ops, Part, PostError, Seat, Verdict,
 };
 use std::collections::VecDeque;
 use std::ops::Range;
 use sumac_hal::dma::{Address, RegionKey};
 use sumac_hal::ids::{ChunkNo, Epoch, GroupId, Rank};
-use sumac_hal::mmio::{COMPLETION_WORDS, CompletionEntry, Contribution, EntryStatus};
+use sumac_hal::mmio::{COMPLETION_WORDS, Contribution, OperationLimit};
 use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::shard::RUN;
-use sumac_hal::wire::unpack_op;
+use sumac_hal::wire::{Limit, RankMask};
 
 /// Where bounced chunks begin at least: whole cache lines, so that no two runs share one.
 const BOUNCE_ALIGNMENT_BYTES: u64 = 64;
@@ -99,6 +100,8 @@ pub struct Drain {
 /// Chunks to submit in one entry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Run {
+    /// What the device has to know first: how long the operation that begins here waits for ranks.
+    pub limit: Option<OperationLimit>,
     /// The entry.
     pub contribution: Contribution,
     /// What to copy first.
@@ -152,6 +155,12 @@ pub struct ReferenceEndpoint {
     bounce: Bounce,
     /// The operations that the device named last.
     named: Option<(OpDesc, OpDesc)>,
+    /// The first half of a set of ranks, of which the other follows.
+    half: Option<answers::Half>,
+    /// The ranks that the device named last, for an operation that has no result without them.
+    missing: RankMask,
+    /// The first chunk that was refused because this rank has left, if one was.
+    excluded_at: Option<u64>,
     /// The tree's word that it ends at this seq.
     ending: Option<(u64, EndpointError)>,
     failed: Option<EndpointError>,
@@ -180,6 +189,9 @@ impl ReferenceEndpoint {
             stable: ChunkNo(0),
             bounce: Bounce::new(bounce),
             named: None,
+            half: None,
+            missing: RankMask::EMPTY,
+            excluded_at: None,
             ending: None,
             failed: None,
             failure_told: false,
@@ -193,11 +205,27 @@ impl ReferenceEndpoint {
     /// # Errors
     /// [`PostError`] if the group has failed or too much is in flight.
     pub fn post(&mut self, desc: OpDesc, path: Path, places: Places) -> Result<OpId, PostError> {
+        self.post_within(desc, path, None, places)
+    }
+
+    /// The same for an operation that does not wait longer than a limit for ranks to come to it. All ranks have to give
+    /// the same.
+    ///
+    /// # Errors
+    /// [`PostError`] if the group has failed or too much is in flight.
+    pub fn post_within(
+        &mut self,
+        desc: OpDesc,
+        path: Path,
+        limit: Option<Limit>,
+        places: Places,
+    ) -> Result<OpId, PostError> {
         if let Some(error) = self.failed {
             return Err(error.into());
         }
         let signature = desc.tree_signature(path, self.config.table_version, ChunkNo(self.ops.end()));
-        let id = self.ops.post(desc, signature, path == Path::Tree)?;
+        let signature = limit.map_or(signature, |limit| limit.sign(signature));
+        let id = self.ops.post_within(desc, signature, path == Path::Tree, limit)?;
         self.places.push_back(places);
         Ok(id)
     }
@@ -242,9 +270,13 @@ impl ReferenceEndpoint {
         }
         let element = op.desc.element_bytes().max(1);
         self.stats.bytes_out += if src.is_some() { bytes as u64 } else { 0 };
+        let (group, epoch) = (self.config.group, self.config.epoch);
+        let chunks = op.end() - op.first();
+        let limit = op.limit.filter(|_| seq == op.first());
+        let limit = limit.map(|limit| OperationLimit { group, epoch, seq: ChunkNo(seq), chunks, limit });
         let contribution = Contribution {
-            group: self.config.group,
-            epoch: self.config.epoch,
+            group,
+            epoch,
             seq: ChunkNo(seq),
             count: (self.next() - seq) as u16,
             elements: if moves { (bytes / element) as u32 } else { 0 },
@@ -258,7 +290,7 @@ impl ReferenceEndpoint {
             src,
             dst,
         };
-        Some(Run { contribution, fill })
+        Some(Run { limit, contribution, fill })
     }
 
     /// Take in what the device has put into the completion ring; `drain` is called for each result that has to be
@@ -302,6 +334,16 @@ impl ReferenceEndpoint {
     /// Return what is known of the operation whose completion [`ReferenceEndpoint::poll_event`] has told last.
     pub const fn verdict(&self) -> Verdict {
         self.ops.verdict()
+    }
+
+    /// Return the ranks that have left the group, as far as this rank was told.
+    pub(crate) fn gone(&self) -> RankMask {
+        self.ops.cuts.gone()
+    }
+
+    /// Return the chunk from which on results are of others only: nothing of them belongs into this rank's memory.
+    pub(super) fn own_end(&self) -> u64 {
+        self.ops.cuts.first_without(self.config.rank).or(self.excluded_at).unwrap_or(u64::MAX)
     }
 
     /// Return the first chunk whose result has not landed: all below have.
@@ -438,104 +480,6 @@ impl ReferenceEndpoint {
         }
         let bounce_end = planned.bounce.map(|place| place.end);
         self.chunks.push_back(Chunk { state: State::Submitted, dst, drain, bounce_end });
-    }
-
-    fn take(&mut self, words: &[u64; COMPLETION_WORDS], drain: impl FnMut(&Drain)) -> Result<(), Breach> {
-        match CompletionEntry::parse(words)? {
-            CompletionEntry::Operations { first, other } => {
-                // What this version can't read names nothing: the answer that follows will say so.
-                self.named = unpack_op(first).zip(unpack_op(other));
-                Ok(())
-            }
-            CompletionEntry::Answer { status, group, epoch, seq, count, stable, slowest, .. } => {
-                let landed = matches!(status, EntryStatus::Result | EntryStatus::Done);
-                // A device that knows another epoch, or none, says so with that.
-                if group != self.config.group || landed && epoch != self.config.epoch {
-                    return Err(Breach::Stranger);
-                }
-                let unasked = Breach::Unasked { first: seq, count };
-                let from = seq.0.checked_sub(self.have).ok_or(unasked)?;
-                let end = from.checked_add(u64::from(count)).filter(|&end| end > from).ok_or(unasked)?;
-                let open = end <= self.chunks.len() as u64
-                    && (from..end).all(|index| self.chunks[index as usize].state == State::Submitted);
-                if !open {
-                    return Err(unasked);
-                }
-                self.answered += u64::from(count);
-                if landed {
-                    self.ops.note_slowest(seq.0, slowest.map(|(rank, late_us)| Slowest { rank, late_us }));
-                    self.land(from as usize..end as usize, status, drain)?;
-                    self.stable = self.stable.max(stable);
-                } else {
-                    self.refuse(from as usize..end as usize, status)?;
-                }
-                self.settle();
-                Ok(())
-            }
-            _ => Err(Breach::Misplaced { queue: 1 }),
-        }
-    }
-
-    /// The results of these chunks are at their destinations.
-    fn land(&mut self, range: Range<usize>, status: EntryStatus, mut drain: impl FnMut(&Drain)) -> Result<(), Breach> {
-        for index in range {
-            let chunk = &mut self.chunks[index];
-            let seq = self.have + index as u64;
-            if status == EntryStatus::Done && (chunk.dst.is_some() || chunk.drain.is_some()) {
-                return Err(Breach::NoResult { chunk: ChunkNo(seq) });
-            }
-            chunk.state = State::Landed;
-            if let Some(result) = &chunk.drain {
-                drain(result);
-            }
-            self.ops.landed(seq);
-        }
-        while let Some(oldest) = self.chunks.pop_front_if(|chunk| chunk.state == State::Landed) {
-            self.have += 1;
-            if let Some(end) = oldest.bounce_end {
-                self.bounce.free(end);
-            }
-        }
-        if self.chunks.is_empty() {
-            self.bounce.reset();
-        }
-        Ok(())
-    }
-
-    /// These chunks will have no result.
-    fn refuse(&mut self, range: Range<usize>, status: EntryStatus) -> Result<(), Breach> {
-        let seq = self.have + range.start as u64;
-        let chunk = ChunkNo(seq);
-        for index in range {
-            self.chunks[index].state = State::Refused;
-        }
-        let error = match (status, self.named) {
-            (EntryStatus::Mismatch, Some((first, other))) => EndpointError::Mismatch { first, other },
-            (EntryStatus::Unsupported, Some((first, _))) => EndpointError::Unsupported(first),
-            (EntryStatus::Mismatch | EntryStatus::Unsupported, None) => return Err(Breach::Unnamed { status, chunk }),
-            (EntryStatus::PathLost, _) => EndpointError::PathLost,
-            (EntryStatus::Fenced | EntryStatus::UnknownGroup | EntryStatus::StaleEpoch, _) => {
-                self.fail(EndpointError::GroupLost);
-                return Ok(());
-            }
-            (status, _) => {
-                self.fail(EndpointError::Device { status, chunk });
-                return Ok(());
-            }
-        };
-        if self.ending.is_none_or(|(earlier, _)| seq < earlier) {
-            self.ending = Some((seq, error));
-        }
-        Ok(())
-    }
-
-    /// Fail if the tree ends here: every chunk below has landed.
-    fn settle(&mut self) {
-        if let Some((at, error)) = self.ending
-            && self.have >= at
-        {
-            self.fail(error);
-        }
     }
 }
 

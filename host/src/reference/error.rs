@@ -35,13 +35,23 @@ pub enum Breach {
         /// The chunk.
         chunk: ChunkNo,
     },
-    /// It said that operations differ or are not supported, and not which.
-    #[error("{status:?} at {chunk}, without the operations that it speaks of")]
+    /// It said that operations differ or are not supported, or that ranks are missing, and not which.
+    #[error("{status:?} at {chunk}, without the operations or ranks that it speaks of")]
     Unnamed {
         /// What it said.
         status: EntryStatus,
         /// The chunk.
         chunk: ChunkNo,
+    },
+    /// It told of a decision to go on without ranks that can't be the next one, or of half of it.
+    #[error(
+        "decision {decision}, to go on without ranks from {first} on, is not the next, not whole, or without ranks"
+    )]
+    Undecided {
+        /// Its number.
+        decision: u16,
+        /// The first chunk that they have no part in.
+        first: ChunkNo,
     },
     /// An entry is on a queue where it does not belong, or answers no command of this rank.
     #[error("a completion on queue {queue} that belongs to nothing there")]

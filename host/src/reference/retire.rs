@@ -9,7 +9,8 @@
 //! 4. Where the system has no memory for that, the device's process is ended by force.
 //!
 //! Then each chunk that was open is looked up in its redo slot. The device publishes a result there before it writes
-//! it to anybody, so an unpublished one has touched no destination, and a published one is copied to it whole.
+//! it to anybody, so an unpublished one has touched no destination, and a published one is copied to it whole; but none
+//! of those that a rank that was left out has no part in.
 //!
 //! Severing copies a whole region. Who writes to *other* parts of the same [`Buffer`](super::Buffer) from another
 //! thread at that moment may find that write undone; it happens to silent devices only.
@@ -94,7 +95,7 @@ impl ReferenceDriver {
         let view = (self.config.group, self.config.epoch);
         let mut result = vec![0; usize::from(self.config.chunk_len_bytes)];
         for (seq, op, part) in self.endpoint.open() {
-            let Some(landing) = part.takes else { continue };
+            let Some(landing) = part.takes.filter(|_| seq < self.endpoint.own_end()) else { continue };
             if self.redo.published(view, seq, &mut result[..landing.result_len]) {
                 let part = &result[landing.part];
                 buffers.output(op)[landing.at..][..part.len()].copy_from_slice(part);
@@ -153,7 +154,8 @@ impl ReferenceDriver {
 
     /// Copy what was published and perhaps not delivered; returns how many chunks.
     fn recover(&mut self) -> usize {
-        let open: Vec<(ChunkNo, Address, usize)> = self.endpoint.exposed().collect();
+        let end = self.endpoint.own_end();
+        let open: Vec<(ChunkNo, Address, usize)> = self.endpoint.exposed().filter(|(seq, ..)| seq.0 < end).collect();
         let view = (self.config.group, self.config.epoch);
         let mut result = vec![0; usize::from(self.config.chunk_len_bytes)];
         let mut recovered = 0;

@@ -98,7 +98,7 @@ impl Live<'_> {
             let (op, accumulator, output) = (kernel.op(), kernel.accumulator(), kernel.dtype());
             rounds = accumulator != output;
             let dst = if rounds { self.bounce(index) } else { src };
-            let (count, ranks) = (slot.elements.unwrap_or(0), self.group.config.ranks.get());
+            let (count, ranks) = (slot.elements.unwrap_or(0), self.members());
             Step::Store { op, accumulator, output, src, dst, count, ranks }
         });
         let can = store.as_ref().is_none_or(|step| refs.capabilities.check(step) != Err(Status::Unsupported));

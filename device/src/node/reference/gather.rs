@@ -118,8 +118,15 @@ impl Live<'_> {
         self.refs.as_mut().map(|refs| &mut refs.redo[index])
     }
 
-    pub(super) fn by_reference(&self) -> ChildSet {
+    pub(in crate::node) fn by_reference(&self) -> ChildSet {
         self.group.by_reference.as_ref().map_or(ChildSet::EMPTY, |by| by.children)
+    }
+
+    /// Return whose turn in slot `index` need not be waited for, by reference: who has submitted, and who has left the
+    /// group and counts as one that brings nothing (its entry names no memory).
+    fn there(&self, index: usize) -> ChildSet {
+        let present = self.refs.as_ref().map_or(ChildSet::EMPTY, |refs| refs.redo[index].present);
+        present.union(&self.group.view.out.both(&self.by_reference()))
     }
 
     fn on_completion(&mut self, index: usize, completion: &Completion) {
@@ -179,10 +186,16 @@ impl Live<'_> {
         let (slot, children) = (self.slots[index], self.children.len());
         let seq = self.shard().global(slot.local);
         let failed = self.group.failed.is_some_and(|failure| seq >= failure.from);
-        let Some(redo) = self.redo(index).filter(|redo| redo.in_flight.is_none()) else { return Turn::Idle };
+        if self.redo(index).is_none_or(|redo| redo.in_flight.is_some()) {
+            return Turn::Idle;
+        }
         if slot.state != State::Answered && failed {
             return Turn::Idle;
         }
+        if slot.state == State::Filling && self.is_everybody_there(index) && self.fails_without(index, now) {
+            return Turn::Idle;
+        }
+        let Some(redo) = self.redo(index) else { return Turn::Idle };
         if core::mem::take(&mut redo.judging) {
             return self.judge_chain(index, engine, now);
         }
@@ -252,14 +265,14 @@ impl Live<'_> {
         let Some(refs) = &self.refs else { return false };
         let redo = &refs.redo[index];
         // Who has withdrawn after it was pulled is in the accumulators.
-        let there = redo.present.union(&self.slots[index].bits).union(&redo.pulled);
+        let there = self.there(index).union(&self.slots[index].bits).union(&redo.pulled);
         there.len() == self.children.len()
     }
 
     /// Tell what is next to be combined, if it is there.
     fn next(&self, index: usize, pulled: &ChildSet) -> Option<Next> {
         let (refs, slot) = (self.refs.as_ref()?, &self.slots[index]);
-        let (present, by_reference) = (&refs.redo[index].present, self.by_reference());
+        let (there, by_reference) = (self.there(index), self.by_reference());
         if let Some(child) = refs.redo[index].bounced {
             return Some(Next::Reference(usize::from(child)));
         }
@@ -271,11 +284,11 @@ impl Live<'_> {
                 return None;
             }
             let reference = by_reference.contains(child);
-            let is_there = if reference { present.contains(child) } else { slot.bits.contains(child) };
+            let is_there = if reference { there.contains(child) } else { slot.bits.contains(child) };
             return is_there.then_some(if reference { Next::Reference(child) } else { Next::Inline(child) });
         }
         let inline = children - by_reference.len();
-        present.without(pulled).first().map(Next::Reference).or_else(|| {
+        there.without(pulled).first().map(Next::Reference).or_else(|| {
             let came = slot.bits.without(&by_reference);
             let waiting = !came.without(pulled).is_empty();
             (waiting && came.len() == inline && pulled.both(&by_reference) == by_reference)
@@ -293,9 +306,18 @@ impl Live<'_> {
     }
 
     /// Return who brought data: inline or by reference, pulled or not.
-    pub(super) fn brought(&self, index: usize) -> ChildSet {
+    pub(in crate::node) fn brought(&self, index: usize) -> ChildSet {
         let references = self.refs.as_ref().map_or(ChildSet::EMPTY, |refs| refs.redo[index].data);
         self.slots[index].data.union(&references)
+    }
+
+    /// Tell whether somebody wants the result of slot `index`: inline or by reference, pulled or not.
+    pub(in crate::node) fn is_wanted(&self, index: usize) -> bool {
+        let children = self.children.len();
+        let by_reference = self.refs.as_ref().is_some_and(|refs| {
+            refs.references[index * children..][..children].iter().any(|reference| reference.dst.is_some())
+        });
+        by_reference || !self.slots[index].want.is_empty()
     }
 
     pub(super) fn brings(&self, index: usize, child: usize) -> bool {
@@ -427,7 +449,7 @@ impl Live<'_> {
 
     /// Make the result where the accumulators are.
     fn finish_here<E: LocalMemory>(&mut self, index: usize, engine: &mut E) -> Result<(), Status> {
-        let (slot, ranks) = (self.slots[index], self.group.config.ranks.get());
+        let (slot, ranks) = (self.slots[index], self.members());
         let address = self.accumulator(index, 0);
         if let Some(kernel) = slot.kernel() {
             let span = Span { address, len_bytes: self.value_len(index) as u64 };

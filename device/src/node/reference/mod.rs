@@ -183,6 +183,8 @@ pub(crate) struct ByReference {
     owed: SlotSet,
     /// Who has let go.
     withdrawn: ChildSet,
+    /// Who has yet to be told of a decision to go on without some, itself perhaps.
+    pub(super) untold: ChildSet,
     /// The group is gone, but for its references: this is what they are told.
     closing: Option<EntryStatus>,
 }
@@ -347,6 +349,7 @@ impl<'m> Node<'m> {
                 work: SlotSet::EMPTY,
                 owed: SlotSet::EMPTY,
                 withdrawn: ChildSet::EMPTY,
+                untold: ChildSet::EMPTY,
                 closing: None,
             });
         }
@@ -456,9 +459,10 @@ impl Live<'_> {
     }
 
     /// Answer all that a child has submitted, as soon as no chain touches it.
-    fn withdraw(&mut self, child: usize) {
+    pub(super) fn withdraw(&mut self, child: usize) {
         let (Some(refs), Some(by_reference)) = (&mut self.refs, &mut self.group.by_reference) else { return };
         by_reference.withdrawn.insert(child);
+        by_reference.untold.remove(child);
         for (index, redo) in refs.redo.iter_mut().enumerate() {
             redo.to_write.remove(child);
             if redo.present.contains(child) {

@@ -4,17 +4,17 @@
 //! whole or not at all, so that what is refused can be told at once and has left nothing behind.
 
 use super::{Live, Node, Reference};
-use crate::group::Failure;
+use crate::group::{Announced, Failure};
 use crate::node::child::agree;
 use crate::node::supported;
 use crate::slot::State;
 use sumac_hal::dma::{Address, RegionError, RegionTable};
 use sumac_hal::ids::{ChunkNo, FunctionId};
-use sumac_hal::mmio::{CompletionEntry, Contribution, EntryStatus};
+use sumac_hal::mmio::{CompletionEntry, Contribution, EntryStatus, OperationLimit};
 use sumac_hal::op::OpDesc;
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::NakReason;
+use sumac_hal::wire::{NakReason, RankMask};
 
 /// What a function's completion ring is told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,6 +25,8 @@ pub struct Answer {
     pub entry: CompletionEntry,
     /// For a mismatch and what is not supported: the first operation that came here, and the other.
     pub operations: Option<(OpDesc, OpDesc)>,
+    /// For [`EntryStatus::Stragglers`]: the ranks that were missing.
+    pub missing: Option<RankMask>,
 }
 
 /// A run of chunks as one child submitted it, once it was found well-formed.
@@ -72,6 +74,10 @@ impl Node<'_> {
         if entry.epoch != live.group.config.epoch {
             return Err(EntryStatus::StaleEpoch);
         }
+        if live.group.view.out.contains(child) {
+            let waits = live.group.by_reference.as_ref().is_some_and(|by| by.untold.contains(child));
+            return Err(if waits { EntryStatus::Window } else { EntryStatus::Excluded });
+        }
         if live.group.by_reference.as_ref().is_some_and(|by| by.withdrawn.contains(child)) {
             return Err(EntryStatus::Fenced);
         }
@@ -93,11 +99,27 @@ impl Node<'_> {
         Ok(())
     }
 
-    /// Return the next answer for a ring; the child's regions are released, and it holds the chunk from now on if the
+    /// Note how long an operation that `owner` contributes to next waits for ranks. What is wrong with it is wrong with
+    /// the contributions too, and said of those.
+    pub fn announce(&mut self, owner: FunctionId, entry: &OperationLimit) {
+        let Some(live) = self.find(entry.group).and_then(|index| self.live(index)) else { return };
+        if entry.epoch != live.group.config.epoch {
+            return;
+        }
+        let (first, limit) = (entry.seq.0, entry.limit);
+        if let Some(child) = live.children.iter_mut().find(|child| child.owner == Some(owner)) {
+            child.announced = Some(Announced { first, end: first.saturating_add(entry.chunks), limit });
+        }
+    }
+
+    /// Return the next answer for a ring, or what its owner has to know before ([`CompletionEntry::Missing`]). The child's regions are released, and it holds the chunk from now on if the
     /// chunk has landed.
     pub fn poll_answer<const N: usize>(&mut self, regions: &mut RegionTable<N>) -> Option<Answer> {
         for index in 0..self.groups_end {
             let Some(mut live) = self.live(index) else { continue };
+            if let Some(decision) = live.next_decision() {
+                return Some(decision);
+            }
             let Some((child, answer, reference)) = live.next_answer() else { continue };
             for address in [reference.src, reference.dst].into_iter().flatten() {
                 regions.release(address.region);
@@ -147,6 +169,8 @@ fn status_of(reason: NakReason) -> EntryStatus {
     match reason {
         NakReason::Mismatch => EntryStatus::Mismatch,
         NakReason::Unsupported => EntryStatus::Unsupported,
+        NakReason::Stragglers => EntryStatus::Stragglers,
+        NakReason::Excluded => EntryStatus::Excluded,
         _ => EntryStatus::PathLost,
     }
 }
@@ -180,6 +204,10 @@ impl Live<'_> {
     /// Check that chunk `next` of a run can be taken.
     fn check_chunk(&self, submitted: &Submitted, entry: &Contribution, next: usize) -> Result<(), EntryStatus> {
         let local = submitted.local + next as u64;
+        if self.is_held_back(submitted.child, self.shard().global(local).0) {
+            // It waits for the root's decision as it would for its window.
+            return Err(EntryStatus::Window);
+        }
         let have = self.shard().below(self.children[submitted.child].have);
         if local >= have + self.group.window_local {
             return Err(EntryStatus::Window);
@@ -216,7 +244,9 @@ impl Live<'_> {
         let seq = self.shard().global(local);
         if !self.slots[index].holds(local) {
             self.begin(index, local, op, entry.signature);
+            self.note_announced(index, child);
         }
+        self.children[child].top = self.children[child].top.max(local + 1);
         self.common.counters.contributions += 1;
         let place = index * self.children.len() + child;
         let (Some(refs), Some(by_reference)) = (&mut self.refs, &mut self.group.by_reference) else { return };
@@ -280,6 +310,8 @@ impl Live<'_> {
             EntryStatus::Result
         } else if let Some(status) = by_reference.closing {
             status
+        } else if self.group.view.out.contains(child) {
+            EntryStatus::Excluded
         } else if by_reference.withdrawn.contains(child) {
             EntryStatus::Fenced
         } else if redo.broken.contains(child) {
@@ -312,7 +344,30 @@ impl Live<'_> {
             window: self.group.granted(),
             stable: self.group.stable(),
         };
-        Some((child, Answer { function: self.children[child].owner?, entry, operations }, reference))
+        let missing = (status == EntryStatus::Stragglers).then(|| self.group.view.missed());
+        Some((child, Answer { function: self.children[child].owner?, entry, operations, missing }, reference))
+    }
+
+    /// Return half of a decision that a child by reference has yet to be told of: before any answer, so that no rank
+    /// takes a result without knowing whose it is.
+    fn next_decision(&mut self) -> Option<Answer> {
+        loop {
+            let by_reference = self.group.by_reference.as_mut().filter(|by| !by.is_closing())?;
+            let index = by_reference.untold.first()?;
+            let child = &mut self.children[index];
+            let halves = child.told_halves;
+            if halves / 2 == self.group.view.number() {
+                by_reference.untold.remove(index);
+                continue;
+            }
+            child.told_halves += 1;
+            let (number, owner) = (halves / 2 + 1, child.owner);
+            let told = self.group.view.told(number);
+            if let Some((function, (seq, ranks))) = owner.zip(told) {
+                let entry = CompletionEntry::missing(number, seq, &ranks)[usize::from(halves % 2)];
+                return Some(Answer { function, entry, operations: None, missing: None });
+            }
+        }
     }
 
     /// Move a child's `have` past what it was answered. By reference, landing is the engine's work, done before the

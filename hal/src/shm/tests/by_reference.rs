@@ -237,6 +237,7 @@ fn ranks_that_are_processes_get_their_sum_in_place() {
                     SubmissionEntry::Contribution(contribution) => {
                         device.contribute(seat, contribution).map(|status| answer(status, &contribution))
                     }
+                    SubmissionEntry::Limit(limit) => panic!("{limit:?}"),
                 };
                 if let Some(answer) = answer {
                     assert_eq!(ends[seat][index].1.push(&answer.emit()), Ok(true));

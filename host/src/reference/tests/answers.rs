@@ -5,10 +5,10 @@ use crate::endpoint::{EndpointError, Event, OpId};
 use crate::reference::endpoint::{Places, ReferenceEndpoint};
 use crate::reference::{Breach, Drain};
 use sumac_hal::dma::{Address, RegionKey};
-use sumac_hal::ids::{ChunkNo, Epoch, GroupId};
-use sumac_hal::mmio::{CompletionEntry, EntryError, EntryStatus};
+use sumac_hal::ids::{ChunkNo, Epoch, GroupId, Rank};
+use sumac_hal::mmio::{CompletionEntry, EntryError, EntryStatus, OperationLimit};
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
-use sumac_hal::wire::pack_op;
+use sumac_hal::wire::{Limit, RankMask, pack_op};
 
 const OWN: Address = Address { region: RegionKey { index: 1, generation: 1 }, offset_bytes: 0 };
 
@@ -56,7 +56,10 @@ fn refusals_end_the_group_at_once_with_a_name() {
     for status in EntryStatus::ALL {
         let expected = match status {
             EntryStatus::Result | EntryStatus::Done | EntryStatus::PathLost => continue,
-            EntryStatus::Mismatch | EntryStatus::Unsupported => Breach::Unnamed { status, chunk }.into(),
+            EntryStatus::Excluded => EndpointError::Excluded,
+            EntryStatus::Mismatch | EntryStatus::Unsupported | EntryStatus::Stragglers => {
+                Breach::Unnamed { status, chunk }.into()
+            }
             EntryStatus::Fenced | EntryStatus::UnknownGroup | EntryStatus::StaleEpoch => EndpointError::GroupLost,
             status => EndpointError::Device { status, chunk },
         };
@@ -65,6 +68,86 @@ fn refusals_end_the_group_at_once_with_a_name() {
     let mut endpoint = in_flight();
     assert_eq!(told(&mut endpoint, answer(EntryStatus::PathLost, 1, 3)), None, "as for packets: chunk 0 may land");
     assert_eq!(told(&mut endpoint, answer(EntryStatus::Result, 0, 1)), Some(EndpointError::PathLost));
+}
+
+fn mask(ranks: &[u32]) -> RankMask {
+    ranks.iter().copied().map(Rank).collect()
+}
+
+/// An operation with a limit is announced before its first run, and only there; its result is told with whose it is.
+#[test]
+fn a_limit_goes_before_its_operation_and_who_is_missing_comes_before_its_result() {
+    let limit = Limit { us: 500, cuts: true };
+    let sum = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 64);
+    let places = Places { input: Some(OWN), output: Some(OWN) };
+    let mut endpoint = endpoint(0, 4);
+    for limit in [None, Some(limit)] {
+        endpoint.post_within(sum, Path::Tree, limit, places).expect("room");
+    }
+    let runs = [endpoint.next_run(), endpoint.next_run()].map(|run| run.expect("a run"));
+    let announced = OperationLimit { group: GROUP, epoch: EPOCH, seq: ChunkNo(4), chunks: 4, limit };
+    assert_eq!([runs[0].limit, runs[1].limit], [None, Some(announced)]);
+    assert_ne!(runs[0].contribution.signature, runs[1].contribution.signature, "limits are agreed on");
+    assert_eq!(told(&mut endpoint, answer(EntryStatus::Result, 0, 4)), None);
+    for half in CompletionEntry::missing(1, ChunkNo(4), &mask(&[3])) {
+        assert_eq!(told(&mut endpoint, half), None);
+    }
+    assert_eq!(told(&mut endpoint, answer(EntryStatus::Result, 4, 4)), None);
+    for (op, missing) in [(0, mask(&[])), (1, mask(&[3]))] {
+        assert_eq!(endpoint.poll_event(), Some(Event::Completed(OpId(op))));
+        assert_eq!(endpoint.verdict().missing, missing);
+    }
+    assert_eq!(endpoint.gone(), mask(&[3]));
+}
+
+#[test]
+fn who_is_left_out_and_who_was_missing_is_told_by_name() {
+    let missing = mask(&[1, 130]);
+    let mut endpoint = in_flight();
+    for half in CompletionEntry::missing(0, ChunkNo(1), &missing) {
+        assert_eq!(told(&mut endpoint, half), None);
+    }
+    assert_eq!(told(&mut endpoint, answer(EntryStatus::Stragglers, 1, 3)), None, "chunk 0 may land");
+    let error = EndpointError::Stragglers { missing };
+    assert_eq!(told(&mut endpoint, answer(EntryStatus::Result, 0, 1)), Some(error));
+    assert!(endpoint.gone().is_empty());
+    // A decision that names this rank, without more.
+    let mut endpoint = in_flight();
+    let [first, second] = CompletionEntry::missing(1, ChunkNo(0), &mask(&[0]));
+    assert_eq!((told(&mut endpoint, first), told(&mut endpoint, second)), (None, Some(EndpointError::Excluded)));
+    assert_eq!(endpoint.own_end(), 0);
+    // Refused, without a word of the decision.
+    let mut endpoint = in_flight();
+    assert_eq!(told(&mut endpoint, answer(EntryStatus::Excluded, 1, 3)), Some(EndpointError::Excluded));
+    assert_eq!(endpoint.own_end(), 1);
+    // What is below lands first.
+    let mut endpoint = in_flight();
+    for half in CompletionEntry::missing(1, ChunkNo(2), &mask(&[0])) {
+        assert_eq!(told(&mut endpoint, half), None);
+    }
+    assert_eq!((endpoint.own_end(), told(&mut endpoint, answer(EntryStatus::Result, 0, 1))), (2, None));
+    assert_eq!(told(&mut endpoint, answer(EntryStatus::Result, 1, 1)), Some(EndpointError::Excluded));
+}
+
+#[test]
+fn decisions_that_make_no_sense_are_told_apart() {
+    let halves = |decision, ranks: &[u32]| CompletionEntry::missing(decision, ChunkNo(0), &mask(ranks));
+    let undecided = |decision| Some(EndpointError::Broken(Breach::Undecided { decision, first: ChunkNo(0) }));
+    let [first, second] = halves(1, &[1]);
+    let cases = [
+        (vec![second], 1),
+        (vec![first, first], 1),
+        (vec![first, halves(2, &[1])[1]], 2),
+        (halves(2, &[1]).to_vec(), 2),
+        (halves(1, &[]).to_vec(), 1),
+        ([first, second].into_iter().chain(halves(1, &[2])).collect(), 1),
+    ];
+    for (entries, decision) in cases {
+        let mut endpoint = in_flight();
+        let (last, before) = entries.split_last().expect("entries");
+        assert!(before.iter().all(|&entry| told(&mut endpoint, entry).is_none()), "{entries:?}");
+        assert_eq!(told(&mut endpoint, *last), undecided(decision), "{entries:?}");
+    }
 }
 
 #[test]

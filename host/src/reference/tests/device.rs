@@ -144,7 +144,7 @@ fn welcome(listener: &Listener, redo: &Region, behaviour: Behaviour) -> Option<S
         connection.send(&Message::Refused { reason }, None).expect("it is open");
         return None;
     }
-    let all = Features::BY_REFERENCE | Features::FENCE | Features::REDO;
+    let all = Features::BY_REFERENCE | Features::FENCE | Features::REDO | Features::STRAGGLERS;
     let features = match behaviour {
         Behaviour::Has(features) => features,
         Behaviour::Stands(_) => all | Features::HEARTBEAT,
