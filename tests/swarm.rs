@@ -7,13 +7,14 @@
 use std::sync::Mutex;
 use sumac_tests::sim::{Options, Report, ScenarioKind, record, run, shrink};
 
-const KINDS: [ScenarioKind; 6] = [
+const KINDS: [ScenarioKind; 7] = [
     ScenarioKind::Calm,
     ScenarioKind::Mismatch,
     ScenarioKind::Death,
     ScenarioKind::Restart,
     ScenarioKind::Hostile,
     ScenarioKind::Repair,
+    ScenarioKind::Ranks,
 ];
 
 /// From so many seeds a scenario on nothing may be missed.
@@ -165,6 +166,20 @@ fn hostile() {
 fn repair() {
     let ends = ["drop: unknown-group", "ends: complete", "view changes", "repaired operations", "repair bytes"];
     swarm(ScenarioKind::Repair, 100, &[&LOSSY[..], &ends].concat());
+}
+
+#[test]
+fn ranks() {
+    let ends = [
+        "ends: complete",
+        "ends: ranks failed",
+        "ends: partitioned",
+        "ranks killed",
+        "view changes",
+        "repaired operations",
+        "repair bytes",
+    ];
+    swarm(ScenarioKind::Ranks, 100, &[&LOSSY[..], &ends].concat());
 }
 
 /// Seeds that failed once, by what was wrong. A change of what is drawn from a seed makes another cluster of it; what
