@@ -8,13 +8,14 @@ use std::sync::Mutex;
 use sumac_hal::ctrl::DropReason;
 use sumac_tests::sim::{Options, Report, ScenarioKind, Stragglers, record, run, run_stragglers, shrink};
 
-const KINDS: [ScenarioKind; 6] = [
+const KINDS: [ScenarioKind; 7] = [
     ScenarioKind::Calm,
     ScenarioKind::Mismatch,
     ScenarioKind::Death,
     ScenarioKind::Restart,
     ScenarioKind::Hostile,
     ScenarioKind::Repair,
+    ScenarioKind::Ranks,
 ];
 
 /// Scenarios beside [`KINDS`]: ranks that come late.
@@ -205,6 +206,20 @@ fn late() {
     let mut report = Report::default();
     (0..dropped).for_each(|_| report.counters.drop_packet(DropReason::Late));
     add(if one.is_some() { 1 } else { u64::MAX }, &report);
+}
+
+#[test]
+fn ranks() {
+    let ends = [
+        "ends: complete",
+        "ends: ranks failed",
+        "ends: partitioned",
+        "ranks killed",
+        "view changes",
+        "repaired operations",
+        "repair bytes",
+    ];
+    swarm(ScenarioKind::Ranks, 100, &[&LOSSY[..], &ends].concat());
 }
 
 /// Seeds that failed once, by what was wrong. A change of what is drawn from a seed makes another cluster of it; what

@@ -68,6 +68,7 @@ pub(crate) type Ledgers = BTreeMap<Rank, Ledger>;
 /// Where ranks are dead, the plan ends before the first operation of which somebody lacks a chunk that no survivor has:
 /// that one and all later ones fail. Whoever moves its own elements, as the root of a broadcast does, has the result of
 /// their chunks; so what nobody has takes a contribution of every rank, the dead included, and can't be computed again.
+/// An operation that moves nothing, as a barrier, fails likewise if no survivor has heard that all had entered it.
 ///
 /// # Errors
 /// [`Unrepairable`], the same at all ranks.
@@ -77,6 +78,13 @@ pub(crate) fn plan(ledgers: &Ledgers, ranks: u32) -> Result<Plan, Unrepairable> 
     let all_live = ledgers.len() == ranks as usize;
     let mut pieces: Vec<Piece> = Vec::new();
     'ops: for op in ops {
+        if !op.moves {
+            if !all_live && ledgers.values().all(|ledger| ledger.class(op.first).0.needs) {
+                cut = op.first;
+                break;
+            }
+            continue;
+        }
         let (whole, mut seq) = (pieces.len(), op.first);
         while seq < op.end {
             let first = seq;
@@ -107,7 +115,7 @@ pub(crate) fn plan(ledgers: &Ledgers, ranks: u32) -> Result<Plan, Unrepairable> 
     Ok(Plan { cut, pieces })
 }
 
-/// Return the operations below the cut that move elements, once each, if all ranks mean the same by them.
+/// Return the operations below the cut, once each, if all ranks mean the same by them.
 fn agreed(ledgers: &Ledgers, cut: u64) -> Result<Vec<OpEntry>, Unrepairable> {
     let mut ops: Vec<OpEntry> =
         ledgers.values().flat_map(|ledger| &ledger.ops).filter(|op| op.first < cut).copied().collect();
@@ -119,7 +127,7 @@ fn agreed(ledgers: &Ledgers, cut: u64) -> Result<Vec<OpEntry>, Unrepairable> {
     // Nobody posts half an operation.
     match ops.last().filter(|op| op.end > cut) {
         Some(op) => Err(Unrepairable::Mismatch { first: op.desc, other: op.desc }),
-        None => Ok(ops.into_iter().filter(|op| op.moves).collect()),
+        None => Ok(ops),
     }
 }
 
@@ -209,23 +217,45 @@ mod tests {
         assert_eq!(super::plan(&ledgers, 3).expect("a plan").cut, 8);
     }
 
-    /// A broadcast's root has what all the others lack, and a barrier has nothing that anybody could lack.
+    /// A broadcast's root has what all the others lack.
     #[test]
     fn what_needs_no_dead_rank_completes_without_it() {
-        let entry = |first, desc| OpEntry { first, end: first + 1, desc, moves: desc != OpDesc::barrier() };
-        let broadcast = entry(0, OpDesc::broadcast(Dtype::F32, Rank(2), 1));
+        let broadcast = OpDesc::broadcast(Dtype::F32, Rank(2), 1);
         let ledger = |is_root: bool| {
             let mut ledger = Ledger::new(0);
-            ledger.push(broadcast, 0, |_| Class { needs: !is_root, holds: is_root, gives: true });
-            ledger.push(entry(1, OpDesc::barrier()), 1, |_| Class { gives: true, ..Class::default() });
+            let has = Class { needs: !is_root, holds: is_root, gives: true };
+            ledger.push(OpEntry { first: 0, end: 1, desc: broadcast, moves: true }, 0, |_| has);
             ledger
         };
         let live: Ledgers = [(Rank(1), ledger(false)), (Rank(2), ledger(true))].into();
         let plan = super::plan(&live, 3).expect("a plan");
-        assert_eq!((plan.cut, plan.pieces.len(), plan.pieces[0].source), (2, 1, Source::Held(Rank(2))));
+        assert_eq!((plan.cut, plan.pieces.len(), plan.pieces[0].source), (1, 1, Source::Held(Rank(2))));
         // Its root is dead.
         let live: Ledgers = [(Rank(0), ledger(false)), (Rank(1), ledger(false))].into();
         assert_eq!(super::plan(&live, 3).expect("a plan").cut, 0);
+    }
+
+    /// Nobody passes a barrier that a dead rank may not have come to.
+    #[test]
+    fn a_barrier_is_passed_if_somebody_knows_that_all_had_come() {
+        let ledger = |knows: bool| {
+            let mut ledger = Ledger::new(0);
+            let has = Class { needs: !knows, holds: knows, gives: !knows };
+            ledger.push(OpEntry { first: 0, end: 1, desc: OpDesc::barrier(), moves: false }, 0, |_| has);
+            ledger
+        };
+        let mut returned = Ledger::new(1);
+        returned.skip_to(1);
+        let cut = |ledgers: [Ledger; 2], ranks| {
+            let plan = super::plan(&(0..).map(Rank).zip(ledgers).collect(), ranks).expect("a plan");
+            assert!(plan.pieces.is_empty());
+            plan.cut
+        };
+        assert_eq!(cut([ledger(false), ledger(false)], 3), 0);
+        assert_eq!(cut([ledger(false), ledger(true)], 3), 1);
+        assert_eq!(cut([returned, ledger(false)], 3), 1);
+        // All live, so all have come.
+        assert_eq!(cut([ledger(false), ledger(false)], 2), 1);
     }
 
     #[test]

@@ -1,11 +1,15 @@
 //! A repair step by step, without connections: for a simulator whose ranks carry messages of their own.
 //!
 //! What is decided here is what [`crate::comm`] decides: the same ledgers, the same plan, the same pieces. How chunks
-//! travel, who waits for whom, and when all agree is the caller's.
+//! travel, who waits for whom, and when all agree is the caller's; who agrees on what with whom, where ranks die, is a
+//! [`Change`]'s.
 
-use super::plan::{Ledgers, plan};
-use super::{Ledger, Source, give_contribution, give_result, land, ledger, result_lens};
+mod change;
+
+use super::plan::{Ledgers, Plan, plan};
+use super::{Ledger, Remains, Source, give_contribution, give_result, land, ledger, result_lens};
 use crate::endpoint::{Buffers, Endpoint, OpId};
+pub use change::{Attempt, Change, End, Landed, Outcome, Promise, Promises, Said, Settlement, Step};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::OpDesc;
 
@@ -64,17 +68,7 @@ impl Decision {
             return Err(format!("the ledger of {rank} makes no sense"));
         }
         let plan = plan(&ledgers, ranks).map_err(|why| why.to_string())?;
-        let mut chunks = Vec::new();
-        for piece in &plan.pieces {
-            let len_of = result_lens(endpoint, &piece.op);
-            let origin = match piece.source {
-                Source::Held(rank) => Origin::Held(rank),
-                Source::Recompute => Origin::Recompute,
-            };
-            let chunk = |seq| Chunk { seq, desc: piece.op.desc, len_bytes: len_of(seq), origin };
-            chunks.extend((piece.first..piece.end).map(chunk));
-        }
-        Ok(Self { cut: plan.cut, chunks })
+        Ok(Self { cut: plan.cut, chunks: chunks_of(&plan, endpoint) })
     }
 
     /// Return the first of a rank's operations that are not complete afterwards.
@@ -83,14 +77,33 @@ impl Decision {
     }
 }
 
+/// Return the chunks of a plan's pieces.
+fn chunks_of(plan: &Plan, endpoint: &Endpoint) -> Vec<Chunk> {
+    let mut chunks = Vec::new();
+    for piece in &plan.pieces {
+        let len_of = result_lens(endpoint, &piece.op);
+        let origin = match piece.source {
+            Source::Held(rank) => Origin::Held(rank),
+            Source::Recompute => Origin::Recompute,
+        };
+        let chunk = |seq| Chunk { seq, desc: piece.op.desc, len_bytes: len_of(seq), origin };
+        chunks.extend((piece.first..piece.end).map(chunk));
+    }
+    chunks
+}
+
 impl Chunk {
     /// Return what a rank gives: the result, if it is the holder, else its contribution.
     pub fn give(&self, endpoint: &Endpoint, rank: Rank, buffers: &mut dyn Buffers) -> Vec<u8> {
+        self.give_of(endpoint, rank, buffers)
+    }
+
+    fn give_of(&self, remains: &dyn Remains, rank: Rank, buffers: &mut dyn Buffers) -> Vec<u8> {
         let mut bytes = Vec::new();
         match self.origin {
-            Origin::Held(holder) if holder == rank => give_result(endpoint, self.seq, buffers, &mut bytes),
+            Origin::Held(holder) if holder == rank => give_result(remains, self.seq, buffers, &mut bytes),
             Origin::Held(_) => {}
-            Origin::Recompute => give_contribution(endpoint, self.seq, buffers, &mut bytes),
+            Origin::Recompute => give_contribution(remains, self.seq, buffers, &mut bytes),
         }
         bytes
     }

@@ -30,6 +30,10 @@ pub(crate) fn ledger(remains: &dyn Remains) -> Ledger {
         let entry = OpEntry { first: op.first(), end: op.end(), desc: op.desc, moves: op.moves() };
         ledger.push(entry, from, |seq| {
             let is_answered = has_returned || remains.is_answered(seq);
+            if !op.moves() {
+                // What it waits for is the word that all have entered it.
+                return Class { needs: !is_answered, holds: is_answered, gives: !is_answered };
+            }
             let keep = op.keep(seq);
             // A result in place has overwritten it.
             let overwritten = is_answered && matches!(keep, Keep::Result(_));
@@ -39,7 +43,7 @@ pub(crate) fn ledger(remains: &dyn Remains) -> Ledger {
                 Keep::Own(_) if has_bytes || !has_returned => true,
                 _ => {
                     published.resize(op.result_len(seq), 0);
-                    op.moves() && remains.published(seq, &mut published)
+                    remains.published(seq, &mut published)
                 }
             };
             Class { needs: !is_answered && op.part(seq).takes.is_some(), holds, gives }

@@ -20,6 +20,7 @@ impl Cluster<'_, '_> {
     pub(super) fn check(&mut self) -> Result<(), Violation> {
         self.check_results()?;
         self.check_ends()?;
+        self.check_survivors()?;
         self.check_agreement()?;
         self.check_limits()?;
         self.check_manners()?;
@@ -69,6 +70,8 @@ impl Cluster<'_, '_> {
         let all = self.options.groups[group].ops.len() as u64;
         let complete = member.error.is_none() && member.done == all;
         match &self.options.scenario {
+            // `check_survivors` says more.
+            Scenario::Ranks { .. } => None,
             Scenario::Mismatch { group: wrong, op, .. } if *wrong == group => {
                 let told = match member.error {
                     Some(EndpointError::Mismatch { .. }) => !self.options.scenario.is_unsupported(),

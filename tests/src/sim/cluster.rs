@@ -8,18 +8,22 @@ use super::check::{check_queues, check_return};
 use super::clock::{Clock, Whose};
 use super::controller::Controller;
 use super::coverage::{Mark, Seen, Slots};
+use super::deaths::Deaths;
 use super::incident::Alarm;
 use super::loss::{Pending, Point};
+use super::mail::Mail;
 use super::options::{Draw, Options};
-use super::repair::{Mail, Record, Way, is_loss_of_tree};
+use super::repair::{Record, Way, is_loss_of_tree};
 use super::report::{Report, Violation};
 use super::scenario::Scenario;
 use super::setup::{Member, Tables, boot, draw_posts, install};
+use super::trial::Ledgers;
 use super::wiring::{EPOCH, Owner, Wiring, node_addr, owner, rank_addr, sharer};
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 use sumac::endpoint::Event;
+use sumac::rehearsal::{Attempt, Outcome};
 use sumac_device::Node;
 use sumac_hal::ctrl::Counters;
 use sumac_hal::emu::{Fabric, NthPacket};
@@ -100,6 +104,10 @@ pub(super) struct Cluster<'o, 'm> {
     pub(super) results: BTreeMap<(usize, usize), Vec<Vec<u8>>>,
     pub(super) view_changes: u64,
     pub(super) repair_bytes: u64,
+    pub(super) deaths: Deaths,
+    /// Of each group's view changes, by view.
+    pub(super) attempts: BTreeMap<(usize, u32, Attempt), Ledgers>,
+    pub(super) outcomes: BTreeMap<(usize, u32), Outcome>,
 }
 
 /// Run a cluster to its end.
@@ -180,6 +188,9 @@ fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) ->
         results: BTreeMap::new(),
         view_changes: 0,
         repair_bytes: 0,
+        deaths: Deaths::default(),
+        attempts: BTreeMap::new(),
+        outcomes: BTreeMap::new(),
     };
     if options.repairs() {
         cluster.assign_first();
@@ -272,27 +283,6 @@ impl Cluster<'_, '_> {
         Ok(())
     }
 
-    /// Count those without an end, once a group; a restart that is still to come makes everybody wait.
-    fn waiting(&self) -> usize {
-        let waits = |group: usize, member: &Member| {
-            member.error.is_none() && member.done < self.options.groups[group].ops.len() as u64
-        };
-        let members = self.members.iter().flat_map(|members| members.iter().enumerate());
-        let pending = self.alarms.values().filter(|alarm| **alarm == Alarm::BeginAgain).count();
-        members.filter(|(group, member)| waits(*group, member)).count() + pending
-    }
-
-    fn hang(&self) -> Violation {
-        let members = self.members.iter().enumerate();
-        let mut open = members.flat_map(|(rank, members)| {
-            members.iter().enumerate().map(move |(group, member)| (rank, group, member)).filter(|(_, group, member)| {
-                member.error.is_none() && member.done < self.options.groups[*group].ops.len() as u64
-            })
-        });
-        let (rank, group, done) = open.next().map_or((0, 0, 0), |(rank, group, member)| (rank, group, member.done));
-        Violation::Hang { at: self.now - Instant::ZERO, waiting: self.waiting(), group, rank, done }
-    }
-
     pub(super) fn schedule(&mut self, at: Instant, alarm: Alarm) {
         self.alarm_numbers += 1;
         self.alarms.insert((at, self.alarm_numbers), alarm);
@@ -309,6 +299,9 @@ impl Cluster<'_, '_> {
     fn post_due(&mut self) -> Result<(), Violation> {
         while let Some(entry) = self.posts.first_entry().filter(|entry| entry.key().0 <= self.now) {
             let (rank, group, op) = entry.remove();
+            if self.deaths.is_dead(rank) || self.members[rank][group].membership.end.is_some() {
+                continue;
+            }
             let member = &mut self.members[rank][group];
             member.called += 1;
             *self.called.entry((group, op)).or_default() += 1;
@@ -348,7 +341,8 @@ impl Cluster<'_, '_> {
                 Owner::Rank { rank, group } => {
                     let now = self.rank_time(rank);
                     // The attacker's own group has no members.
-                    if let Some(member) = self.members[rank].get_mut(group) {
+                    let is_dead = self.deaths.is_dead(rank);
+                    if let Some(member) = self.members[rank].get_mut(group).filter(|_| !is_dead) {
                         let Member { endpoint, memory, .. } = member;
                         match delivery.is_marked {
                             true => endpoint.handle_marked(delivery.from, &delivery.bytes, memory, now),
@@ -436,6 +430,9 @@ impl Cluster<'_, '_> {
     }
 
     fn ask_rank(&mut self, rank: usize, group: usize) -> Result<Option<Instant>, Violation> {
+        if self.deaths.is_dead(rank) {
+            return Ok(None);
+        }
         let now = self.rank_time(rank);
         check_queues(self.options, &self.members[rank][group])?;
         let member = &mut self.members[rank][group];
@@ -483,7 +480,8 @@ impl Cluster<'_, '_> {
                     return Err(Violation::Completion { group, rank, found: id.0, expected });
                 }
                 // It was frozen: there is no news in that.
-                Event::Failed(_) if member.repair.is_some() || member.way == Way::Schedules => {}
+                Event::Failed(_)
+                    if member.repair.is_some() || member.membership.is_frozen() || member.way == Way::Schedules => {}
                 Event::Failed(error) => {
                     self.seen.endpoint_error(error);
                     if self.options.repairs() && is_loss_of_tree(error) {

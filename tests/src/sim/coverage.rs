@@ -153,6 +153,30 @@ marks! {
     ControllerLate = "controller: no answer",
     /// The controller starts again.
     ControllerAgain = "controller: started again",
+    /// The controller is gone for good.
+    ControllerGone = "controller: gone",
+    /// A rank dies outside of a view change.
+    RankDied = "loss: rank",
+    /// A rank dies in a view change.
+    RankDiedInChange = "loss: rank, in a view change",
+    /// Ranks do not hear each other for a while.
+    RanksSplit = "loss: way between ranks",
+    /// A letter does not arrive for that.
+    LetterCut = "loss: letter between ranks",
+    /// A rank is told of a death for certain.
+    DeathByWord = "death: known for certain",
+    /// A rank only hears nothing of another.
+    DeathBySilence = "death: suspected",
+    /// A rank takes part in a view change.
+    ViewChange = "view change: begun",
+    /// What an attempt moves does not come.
+    AttemptFailed = "view change: attempt > failed",
+    /// Who is behind is told how the view was changed.
+    LateAnswered = "view change: told afterwards",
+    /// The communicator ends with who is dead.
+    CommitRanksFailed = "view change: committed, ranks failed",
+    /// A rank is out, with a minority.
+    EndPartitioned = "view change: partitioned",
 }
 
 impl Mark {

@@ -8,6 +8,7 @@ use super::scenario::Scenario;
 use super::setup::{boot, install};
 use super::wiring::{TIMERS, count_levels, group_id};
 use std::time::Duration;
+use sumac::rehearsal::Attempt;
 use sumac_hal::ctrl::{Request, Response};
 use sumac_hal::time::Instant;
 
@@ -37,13 +38,21 @@ pub(super) enum Alarm {
     SuspectAgain { rank: usize, group: usize, view: u32 },
     /// A rank does not wait for the controller any longer.
     ReplanLimit { rank: usize, group: usize, view: u32 },
+    /// A rank may find that another is silent.
+    Silent { rank: usize, of: usize },
+    /// A rank finds that the controller is gone for good.
+    NoController { rank: usize },
+    /// The change of a view has something to do.
+    ViewTimer { rank: usize, group: usize, view: u32 },
+    /// A rank does not wait for an attempt's chunks any longer.
+    PiecesLimit { rank: usize, group: usize, view: u32, attempt: Attempt },
 }
 
 impl Cluster<'_, '_> {
     pub(super) fn schedule_scenario(&mut self) {
         let zero = Instant::ZERO;
         match self.options.scenario {
-            Scenario::Repair { ref losses } => self.schedule_losses(losses),
+            Scenario::Repair { ref losses } | Scenario::Ranks { ref losses } => self.schedule_losses(losses),
             Scenario::Calm | Scenario::Mismatch { .. } => {}
             Scenario::Hostile => self.schedule(zero, Alarm::Attack),
             Scenario::Death { device, at } => {
@@ -84,6 +93,12 @@ impl Cluster<'_, '_> {
                 Alarm::PlanAgain { group } => self.plan_again(group),
                 Alarm::SuspectAgain { rank, group, view } => self.suspect_again((rank, group), view),
                 Alarm::ReplanLimit { rank, group, view } => self.replan_limit((rank, group), view)?,
+                Alarm::Silent { rank, of } => self.find_silent(rank, of)?,
+                Alarm::NoController { rank } => self.miss_controller(rank)?,
+                Alarm::ViewTimer { rank, group, view } => self.view_timer((rank, group), view)?,
+                Alarm::PiecesLimit { rank, group, view, attempt } => {
+                    self.pieces_limit((rank, group), view, attempt)?;
+                }
             }
         }
         Ok(())

@@ -3,7 +3,9 @@
 use super::clock::{Clock, Whose};
 use super::cluster::Cluster;
 use super::coverage::Mark;
-use super::report::Report;
+use super::incident::Alarm;
+use super::report::{Report, Violation};
+use super::setup::Member;
 use super::wiring::{Owner, child_key, group_id, owner};
 use sumac_hal::emu::Delivery;
 use sumac_hal::time::Instant;
@@ -17,6 +19,34 @@ impl Cluster<'_, '_> {
 
     pub(super) fn rank_time(&self, rank: usize) -> Instant {
         Clock::draw(self.options.seed, Whose::Rank(rank)).at(self.now)
+    }
+
+    /// When a rank's clock says this.
+    pub(super) fn rank_when(&self, rank: usize, local: Instant) -> Instant {
+        Clock::draw(self.options.seed, Whose::Rank(rank)).when(local)
+    }
+
+    /// Count those without an end, once a group; a restart that is still to come makes everybody wait.
+    pub(super) fn waiting(&self) -> usize {
+        let pending = self.alarms.values().filter(|alarm| **alarm == Alarm::BeginAgain).count();
+        self.open().count() + pending
+    }
+
+    /// Return who has no end yet.
+    fn open(&self) -> impl Iterator<Item = (usize, usize, &Member)> {
+        let members = self.members.iter().enumerate();
+        let live = members.filter(|(rank, _)| !self.deaths.is_dead(*rank));
+        let all = live.flat_map(|(rank, members)| members.iter().enumerate().map(move |(group, m)| (rank, group, m)));
+        all.filter(|(_, group, member)| {
+            let lacks = member.error.is_none() && member.done < self.options.groups[*group].ops.len() as u64;
+            member.membership.changing.is_some() || member.membership.end.is_none() && lacks
+        })
+    }
+
+    pub(super) fn hang(&self) -> Violation {
+        let (rank, group, done) =
+            self.open().next().map_or((0, 0, 0), |(rank, group, member)| (rank, group, member.done));
+        Violation::Hang { at: self.now - Instant::ZERO, waiting: self.waiting(), group, rank, done }
     }
 
     pub(super) fn look_at_slots(&mut self, device: usize, shard: usize) {
@@ -77,13 +107,16 @@ impl Cluster<'_, '_> {
             repair_bytes: self.repair_bytes,
             ..Report::default()
         };
-        for member in self.members.iter().flatten() {
+        self.count_survivors(&mut report);
+        for (rank, member) in self.members.iter().enumerate().flat_map(|(rank, m)| m.iter().map(move |m| (rank, m))) {
             let stats = member.endpoint.stats();
             report.retransmits += stats.retransmits;
             report.probes += stats.probes;
             report.rank_drops += stats.dropped;
             report.shared_results += stats.shared_results;
-            report.count_end(member.error);
+            if !self.deaths.is_dead(rank) && member.membership.end.is_none() {
+                report.count_end(member.error);
+            }
         }
         report
     }

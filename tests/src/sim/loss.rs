@@ -3,6 +3,7 @@
 
 use super::cluster::Cluster;
 use super::coverage::Mark;
+use super::deaths::Victim;
 use super::faults::moment;
 use super::incident::Alarm;
 use super::options::{Draw, Options};
@@ -32,6 +33,19 @@ pub enum Ill {
     },
     /// The controller forgets everything, and is away for a while.
     Controller(Duration),
+    /// The controller is gone for good.
+    NoController,
+    /// A rank dies.
+    Kill(Victim),
+    /// Ranks do not hear each other across two sides.
+    Split {
+        /// Says who is on which side.
+        salt: u64,
+        /// Which share of the ranks is on the first, in thousandths.
+        share: u64,
+        /// For how long.
+        len: Duration,
+    },
 }
 
 /// A step of an operation or a repair.
@@ -53,10 +67,15 @@ pub enum Point {
     Assigned,
     /// A rank has left a repair.
     Committed,
+    /// A rank has promised, in a view change.
+    Promised,
+    /// A rank has said that it has done its part, in a view change.
+    Done,
 }
 
 impl Point {
-    const ALL: [Self; 8] = [
+    /// Those of a repair in which all ranks live.
+    const OF_REPAIR: [Self; 8] = [
         Self::Completed,
         Self::Sent,
         Self::Frozen,
@@ -93,7 +112,7 @@ impl Loss {
         (0..count).map(|nth| Self::draw(draw, options, devices, nth == 0)).collect()
     }
 
-    fn draw(draw: &mut Draw, options: &Options, devices: usize, is_first: bool) -> Self {
+    pub(super) fn draw(draw: &mut Draw, options: &Options, devices: usize, is_first: bool) -> Self {
         let device = draw.below(devices as u64) as usize;
         let ill = match draw.below(if is_first { 5 } else { 7 }) {
             0 | 1 => Ill::Die(device),
@@ -107,7 +126,7 @@ impl Loss {
             _ => Ill::Controller(Duration::from_millis(draw.one_of(&[5, 500, 4_000, 20_000]))),
         };
         let of_operations = [Point::Completed, Point::Sent];
-        let point = if is_first { draw.one_of(&of_operations) } else { draw.one_of(&Point::ALL) };
+        let point = if is_first { draw.one_of(&of_operations) } else { draw.one_of(&Point::OF_REPAIR) };
         let most = match point {
             Point::Completed => 40,
             Point::Sent => 200,
@@ -159,7 +178,8 @@ impl Cluster<'_, '_> {
     }
 
     pub(super) fn strike(&mut self, ill: Ill) {
-        let in_repair = self.members.iter().flatten().any(|member| member.repair.is_some());
+        let mut members = self.members.iter().flatten();
+        let in_repair = members.any(|member| member.repair.is_some() || member.membership.changing.is_some());
         if in_repair {
             self.seen.note(Mark::LossInRepair);
         }
@@ -184,6 +204,15 @@ impl Cluster<'_, '_> {
             Ill::Controller(len) => {
                 self.seen.note(Mark::LossController);
                 self.stop_controller(len);
+            }
+            Ill::NoController => {
+                self.seen.note(Mark::ControllerGone);
+                self.lose_controller();
+            }
+            Ill::Kill(who) => self.kill(who),
+            Ill::Split { salt, share, len } => {
+                self.seen.note(Mark::RanksSplit);
+                self.split(salt, share, len);
             }
         }
     }

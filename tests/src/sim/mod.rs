@@ -15,10 +15,13 @@
 //! everything, up to three of these one after the other, at a time or right after a step of an operation or of a repair
 //! ([`Point`]); an attacker.
 //!
+//! Where [ranks die](ScenarioKind::Ranks), those that are left agree by the machine that `sumac::comm` agrees by, whatever
+//! dies meanwhile: other ranks, who leads, the controller, the way between ranks.
+//!
 //! Ranks that [repair](ScenarioKind::Repair) use what `sumac::comm` decides with; the controller is a small model of the
 //! real one, which lives on threads. What is not here, and tested elsewhere: contributions by reference
 //! (`sumac_device`'s own tests draw orders and failures of engines, `tests/references` and `tests/repairs` run whole
-//! clusters), ranks that die (`tests/survivors.rs`), jobs with ranks of their own.
+//! clusters), jobs with ranks of their own.
 
 mod attack;
 mod check;
@@ -26,13 +29,16 @@ mod clock;
 mod cluster;
 mod controller;
 mod coverage;
+mod deaths;
 mod faults;
 mod incident;
 mod look;
 mod loss;
+mod mail;
 mod memory;
 mod options;
 mod planted;
+mod ranks;
 mod reduce;
 mod repair;
 mod report;
@@ -40,10 +46,12 @@ mod scenario;
 mod setup;
 mod shrink;
 mod straggler;
+mod trial;
 mod wiring;
 
 pub use cluster::{record, run};
 pub use coverage::{Mark, Seen};
+pub use deaths::Victim;
 pub use faults::{Faults, Spell};
 pub use loss::{Ill, Loss, Moment, Point};
 pub use options::{Draw, GroupOptions, Options, Sharing};

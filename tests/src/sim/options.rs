@@ -129,7 +129,7 @@ impl Options {
     /// Draw a cluster in which `kind` happens.
     pub fn draw(seed: u64, kind: ScenarioKind) -> Self {
         let mut draw = Draw::new(weight(&[seed, kind as u64]));
-        let least = if kind == ScenarioKind::Mismatch { 2 } else { 1 };
+        let least = if matches!(kind, ScenarioKind::Mismatch | ScenarioKind::Ranks) { 2 } else { 1 };
         let ranks = draw_ranks(&mut draw).max(least);
         let trees = (0..1 + draw.below(2)).map(|_| draw_tree(&mut draw, ranks)).collect::<Vec<_>>();
         let chunk_len_bytes = 16 * (4 + draw.below(12) as u16);
@@ -161,7 +161,7 @@ impl Options {
                 Sharing::Some,
                 Sharing::Deaf,
             ]),
-            spares: if kind == ScenarioKind::Repair { draw_spares(seed) } else { 0 },
+            spares: if matches!(kind, ScenarioKind::Repair | ScenarioKind::Ranks) { draw_spares(seed) } else { 0 },
             faults,
             skew_max,
             scenario: Scenario::Calm,
@@ -183,7 +183,12 @@ impl Options {
 
     /// Tell whether ranks repair what they lose.
     pub(super) fn repairs(&self) -> bool {
-        matches!(self.scenario, Scenario::Repair { .. })
+        matches!(self.scenario, Scenario::Repair { .. } | Scenario::Ranks { .. })
+    }
+
+    /// Tell whether ranks die, and those that are left agree on that.
+    pub(super) fn ranks_die(&self) -> bool {
+        matches!(self.scenario, Scenario::Ranks { .. })
     }
 
     /// Return how many packets a port hands to its node in one go.

@@ -6,8 +6,8 @@
 //! controller and takes part like the others.
 //!
 //! Messages between ranks come, in order for each pair, as connections have them; they differ in how long they take.
-//! Here all ranks live. Who leads a repair, and what becomes of a rank that dies in it, would take the place of
-//! [`Stage::Accounts`] and [`Stage::Votes`]: nothing else here knows how ranks agree.
+//! Here all ranks live. Who leads a repair, and what becomes of a rank that dies in it, takes the place of
+//! [`Stage::Accounts`] and [`Stage::Votes`] in [`super::ranks`]: nothing else here knows how ranks agree.
 //!
 //! Oracles: all ranks decide the same; nothing is computed that some rank has, and nothing twice in one view; what is
 //! moved is no more than twice the message a rank; an operation that has returned is not written to again.
@@ -17,6 +17,7 @@ use super::controller::Ask;
 use super::coverage::Mark;
 use super::incident::Alarm;
 use super::loss::Point;
+use super::mail::Mail;
 use super::memory::OpMemory;
 use super::reduce::{reduce, tree};
 use super::report::Violation;
@@ -25,7 +26,7 @@ use std::time::Duration;
 use sumac::endpoint::{Endpoint, EndpointError};
 use sumac::rehearsal::{Account, Chunk, Decision, Origin};
 use sumac_hal::ids::Rank;
-use sumac_hal::op::Path;
+use sumac_hal::op::{Collective, Path};
 
 /// How a rank's operations go on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,26 +64,11 @@ pub(super) struct Repair {
 /// What came for one repair, perhaps before this rank knew of it.
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
-    accounts: BTreeMap<usize, Account>,
-    contributions: BTreeMap<u64, BTreeMap<usize, Vec<u8>>>,
-    results: BTreeMap<u64, Vec<u8>>,
-    votes: BTreeMap<usize, Option<usize>>,
-    found: Option<Option<usize>>,
-}
-
-/// What ranks tell each other, and what the controller tells them.
-#[derive(Debug, Clone)]
-pub(super) enum Mail {
-    /// To the controller.
-    Ask { rank: usize, group: usize, view: u32, ask: Ask },
-    /// The tree of this view is lost.
-    Word { rank: usize, group: usize, view: u32 },
-    /// Another tree, or none.
-    Found { rank: usize, group: usize, view: u32, tree: Option<usize> },
-    /// From rank to rank.
-    Peer { from: usize, to: usize, group: usize, view: u32, what: Part },
-    /// A rank has come to an operation that runs by a schedule.
-    Entered { to: usize, group: usize, op: usize, from: usize },
+    pub(super) accounts: BTreeMap<usize, Account>,
+    pub(super) contributions: BTreeMap<u64, BTreeMap<usize, Vec<u8>>>,
+    pub(super) results: BTreeMap<u64, Vec<u8>>,
+    pub(super) votes: BTreeMap<usize, Option<usize>>,
+    pub(super) found: Option<Option<usize>>,
 }
 
 /// What goes from rank to rank in a repair.
@@ -103,60 +89,13 @@ pub(super) struct Record {
 }
 
 impl Cluster<'_, '_> {
-    /// Send something on its way; between the same two it does not overtake.
-    pub(super) fn mail(&mut self, mail: Mail) {
-        let ends = match &mail {
-            Mail::Ask { rank, .. } => (*rank, usize::MAX),
-            Mail::Word { rank, .. } | Mail::Found { rank, .. } => (usize::MAX, *rank),
-            Mail::Peer { from, to, .. } | Mail::Entered { from, to, .. } => (*from, *to),
-        };
-        let most = self.mail_draw.one_of(&[20_000, 300_000, 5_000_000]);
-        let at = self.now + Duration::from_nanos(1_000 + self.mail_draw.below(most));
-        let last = self.mail_last.entry(ends).or_default();
-        *last = at.max(*last);
-        self.mail_numbers += 1;
-        self.letters.insert((*last, self.mail_numbers), mail);
-        self.letters_most = self.letters_most.max(self.letters.len() as u64);
+    /// What the controller has said of another tree, if it has.
+    pub(super) fn found(&self, rank: usize, group: usize) -> Option<Option<usize>> {
+        let member = &self.members[rank][group];
+        member.inboxes.get(&member.view).and_then(|inbox| inbox.found)
     }
 
-    pub(super) fn mail_due(&mut self) -> Result<(), Violation> {
-        while let Some(entry) = self.letters.first_entry().filter(|entry| entry.key().0 <= self.now) {
-            match entry.remove() {
-                Mail::Ask { rank, group, view, ask } => self.ask_controller((rank, group), view, ask),
-                Mail::Word { rank, group, view } => {
-                    let member = &self.members[rank][group];
-                    if member.view == view && member.repair.is_none() && member.way != Way::Schedules {
-                        let is_idle = member.done == member.called as u64;
-                        self.seen.note(if is_idle { Mark::FrozenIdle } else { Mark::FrozenByWord });
-                        self.freeze(rank, group)?;
-                    }
-                }
-                Mail::Found { rank, group, view, tree } => {
-                    self.inbox(rank, group, view).found = Some(tree);
-                    self.advance(rank, group)?;
-                }
-                Mail::Peer { from, to, group, view, what } => {
-                    let inbox = self.inbox(to, group, view);
-                    match what {
-                        Part::Account(account) => _ = inbox.accounts.insert(from, account),
-                        Part::Contribution(seq, bytes) => {
-                            _ = inbox.contributions.entry(seq).or_default().insert(from, bytes);
-                        }
-                        Part::Result(seq, bytes) => _ = inbox.results.insert(seq, bytes),
-                        Part::Vote(found) => _ = inbox.votes.insert(from, found),
-                    }
-                    self.advance(to, group)?;
-                }
-                Mail::Entered { to, group, op, from } => {
-                    self.members[to][group].entered.entry(op).or_default().insert(from);
-                    self.run_schedules(to, group)?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn inbox(&mut self, rank: usize, group: usize, view: u32) -> &mut Inbox {
+    pub(super) fn inbox(&mut self, rank: usize, group: usize, view: u32) -> &mut Inbox {
         self.members[rank][group].inboxes.entry(view).or_default()
     }
 
@@ -174,6 +113,9 @@ impl Cluster<'_, '_> {
         self.seen.note(Mark::FrozenByLoss);
         self.mail(Mail::Ask { rank, group, view, ask: Ask::Suspect });
         self.schedule(self.now + ASK_AGAIN, Alarm::SuspectAgain { rank, group, view });
+        if self.options.ranks_die() {
+            return self.change_view((rank, group), true);
+        }
         self.freeze(rank, group)
     }
 
@@ -187,7 +129,7 @@ impl Cluster<'_, '_> {
     }
 
     /// Take nothing more in from the tree, and tell everybody what is here.
-    fn freeze(&mut self, rank: usize, group: usize) -> Result<(), Violation> {
+    pub(super) fn freeze(&mut self, rank: usize, group: usize) -> Result<(), Violation> {
         // What has landed by now has landed.
         self.collect(rank, group)?;
         let member = &mut self.members[rank][group];
@@ -203,7 +145,7 @@ impl Cluster<'_, '_> {
     }
 
     /// Go as far as what has come allows.
-    fn advance(&mut self, rank: usize, group: usize) -> Result<(), Violation> {
+    pub(super) fn advance(&mut self, rank: usize, group: usize) -> Result<(), Violation> {
         while let Some(stage) = self.members[rank][group].repair.as_ref().map(|repair| repair.stage) {
             let has_moved = match stage {
                 Stage::Accounts => self.decide(rank, group)?,
@@ -333,10 +275,13 @@ impl Cluster<'_, '_> {
     }
 
     pub(super) fn replan_limit(&mut self, (rank, group): (usize, usize), view: u32) -> Result<(), Violation> {
-        if self.members[rank][group].view == view && self.take_tree(rank, group, true) {
+        if self.members[rank][group].view != view {
+            return Ok(());
+        }
+        if self.take_tree(rank, group, true) {
             self.advance(rank, group)?;
         }
-        Ok(())
+        self.finish_trial((rank, group), true)
     }
 
     /// All have come so far: operations of the lost tree return, the others begin again.
@@ -375,7 +320,7 @@ impl Cluster<'_, '_> {
     }
 
     /// Go on by this tree, or by schedules.
-    fn install(&mut self, rank: usize, group: usize, found: Option<usize>) {
+    pub(super) fn install(&mut self, rank: usize, group: usize, found: Option<usize>) {
         let member = &mut self.members[rank][group];
         member.first = member.done as usize;
         member.memory.first = member.first;
@@ -397,7 +342,10 @@ impl Cluster<'_, '_> {
     pub(super) fn finish_op(&mut self, rank: usize, group: usize) -> Result<(), Violation> {
         let op = self.members[rank][group].done as usize;
         let called = self.called.get(&(group, op)).copied().unwrap_or(0);
-        if called < self.options.ranks {
+        let desc = self.options.call(group, rank, op);
+        // Nothing has to come of a dead rank for what only others have, or want.
+        let may_do_without = desc.count > 0 && desc.collective != Collective::AllReduce && self.options.ranks_die();
+        if called < self.options.ranks && !may_do_without {
             return Err(Violation::Early { group, rank, op, called });
         }
         self.check_op_at(rank, group, op)?;
@@ -411,6 +359,9 @@ impl Cluster<'_, '_> {
     pub(super) fn enter_schedule(&mut self, rank: usize, group: usize) -> Result<(), Violation> {
         let member = &mut self.members[rank][group];
         let op = member.done as usize;
+        if member.membership.is_frozen() {
+            return Ok(());
+        }
         if member.way == Way::Schedules && op < member.called && member.entered_below <= op {
             member.entered_below = op + 1;
             for to in 0..self.options.ranks {
@@ -421,10 +372,10 @@ impl Cluster<'_, '_> {
     }
 
     /// What a schedule does once all ranks have come to it is the schedules' own business: here it is done at once.
-    fn run_schedules(&mut self, rank: usize, group: usize) -> Result<(), Violation> {
+    pub(super) fn run_schedules(&mut self, rank: usize, group: usize) -> Result<(), Violation> {
         let member = &self.members[rank][group];
         let op = member.done as usize;
-        let is_there = member.way == Way::Schedules && member.entered_below > op;
+        let is_there = member.way == Way::Schedules && member.entered_below > op && !member.membership.is_frozen();
         if !is_there || member.entered.get(&op).is_none_or(|ranks| ranks.len() < self.options.ranks) {
             return Ok(());
         }
@@ -449,7 +400,7 @@ impl Cluster<'_, '_> {
         for chunk in decision.chunks.iter().filter(|chunk| chunk.origin == Origin::Recompute) {
             let holds = |rank: &usize| {
                 let member = &self.members[*rank][group];
-                let receives_all = chunk.desc.collective == sumac_hal::op::Collective::AllReduce;
+                let receives_all = chunk.desc.collective == Collective::AllReduce;
                 receives_all && member.view == view && member.endpoint.holds(chunk.seq)
             };
             if (0..self.options.ranks).any(|rank| holds(&rank)) {

@@ -66,6 +66,18 @@ pub enum Violation {
         /// What should have been.
         expected: String,
     },
+    /// A rank that ranks died around ended otherwise than it may.
+    #[error("group {group} rank {rank} ended after {done} operations with {end}")]
+    RankEnd {
+        /// The group's index.
+        group: usize,
+        /// The rank.
+        rank: usize,
+        /// Its completed operations.
+        done: u64,
+        /// How.
+        end: String,
+    },
     /// A rank that depends on a dead device was not told within the limit.
     #[error("group {group} rank {rank} was not told of the dead device by {at:?}")]
     Late {
@@ -199,7 +211,7 @@ impl Violation {
             Self::Wrong { .. } => "wrong result",
             Self::Torn { .. } => "torn chunk",
             Self::Hang { .. } => "hang",
-            Self::End { .. } => "wrong end",
+            Self::End { .. } | Self::RankEnd { .. } => "wrong end",
             Self::Late { .. } => "told late",
             Self::Completion { .. } => "order of completions",
             Self::Early { .. } => "early completion",
@@ -251,6 +263,14 @@ pub struct Report {
     pub paths_lost: u64,
     /// Ranks that were told `GroupLost`.
     pub groups_lost: u64,
+    /// Ranks that were told that others are dead.
+    pub ranks_failed: u64,
+    /// Ranks that were told that they are a minority.
+    pub partitioned: u64,
+    /// Ranks that were told that a view change took too long.
+    pub undecided: u64,
+    /// Ranks that have died.
+    pub killed: u64,
     /// Packets that an attacker sent.
     pub attacks: u64,
     /// Repairs: trees that a group has lost, counted once a group and view.
@@ -288,7 +308,7 @@ impl Report {
     }
 
     /// Return the counts besides the devices' counters, by name.
-    fn marks(&mut self) -> [(&'static str, &mut u64); 16] {
+    fn marks(&mut self) -> [(&'static str, &mut u64); 20] {
         [
             ("packets", &mut self.packets),
             ("incast drops", &mut self.incast_drops),
@@ -302,6 +322,10 @@ impl Report {
             ("ends: unsupported", &mut self.unsupported),
             ("ends: path lost", &mut self.paths_lost),
             ("ends: group lost", &mut self.groups_lost),
+            ("ends: ranks failed", &mut self.ranks_failed),
+            ("ends: partitioned", &mut self.partitioned),
+            ("ends: undecided", &mut self.undecided),
+            ("ranks killed", &mut self.killed),
             ("attacks", &mut self.attacks),
             ("view changes", &mut self.view_changes),
             ("repaired operations", &mut self.repairs),

@@ -1,5 +1,6 @@
 //! What happens to a cluster besides faulty links, and what each rank has to be told then.
 
+use super::deaths::draw_deaths;
 use super::faults::moment;
 use super::loss::Loss;
 use super::options::{Draw, Options, draw_op};
@@ -25,6 +26,9 @@ pub enum ScenarioKind {
     Hostile,
     /// Devices, links and the controller are lost, and the ranks repair: every rank gets every result.
     Repair,
+    /// Ranks are lost, and perhaps a device and the controller too: those that are left agree on who it was, and on which
+    /// results all have.
+    Ranks,
 }
 
 /// What happens.
@@ -64,6 +68,11 @@ pub enum Scenario {
         /// What, and when.
         losses: Vec<Loss>,
     },
+    /// This is lost, ranks among it.
+    Ranks {
+        /// What, and when.
+        losses: Vec<Loss>,
+    },
 }
 
 impl Scenario {
@@ -76,6 +85,7 @@ impl Scenario {
             Self::Restart { .. } => ScenarioKind::Restart,
             Self::Hostile => ScenarioKind::Hostile,
             Self::Repair { .. } => ScenarioKind::Repair,
+            Self::Ranks { .. } => ScenarioKind::Ranks,
         }
     }
 
@@ -92,6 +102,7 @@ impl Scenario {
             ScenarioKind::Calm => Self::Calm,
             ScenarioKind::Hostile => Self::Hostile,
             ScenarioKind::Repair => Self::Repair { losses: Loss::draw_all(draw, options, options.devices()) },
+            ScenarioKind::Ranks => Self::Ranks { losses: draw_deaths(draw, options) },
             ScenarioKind::Mismatch => draw_mismatch(draw, options),
             ScenarioKind::Death => {
                 let at = moment(draw);

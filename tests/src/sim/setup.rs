@@ -3,6 +3,7 @@
 use super::cluster::Posts;
 use super::memory::{Memory, OpMemory};
 use super::options::{Draw, Options};
+use super::ranks::Membership;
 use super::repair::{Inbox, Repair, Way};
 use super::report::Violation;
 use super::wiring::{Wiring, slots_per_shard};
@@ -40,6 +41,7 @@ pub(super) struct Member {
     pub(super) entered: BTreeMap<usize, BTreeSet<usize>>,
     /// Below, it has said so itself.
     pub(super) entered_below: usize,
+    pub(super) membership: Membership,
 }
 
 impl Member {
@@ -66,6 +68,7 @@ impl Member {
             inboxes: BTreeMap::new(),
             entered: BTreeMap::new(),
             entered_below: 0,
+            membership: Membership::default(),
         }
     }
 }

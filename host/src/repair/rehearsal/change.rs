@@ -1,0 +1,229 @@
+//! A view change step by step: the machine that ranks agree by, and what [`crate::comm`] makes of its events, without
+//! connections. Messages are opaque to who carries them.
+
+use super::super::{self as repair, Authority, Ballot, Dead, Event, Ledger, Message, View, ledger};
+use super::{Chunk, chunks_of};
+use crate::endpoint::{Buffers, Endpoint};
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use sumac_hal::ids::Rank;
+use sumac_hal::time::Instant;
+
+/// One attempt to change a view; a later one is higher.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Attempt(Ballot);
+
+/// What one rank says to another.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Said(Message<repair::Account, repair::Decision>);
+
+/// What a rank promises with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Promise(repair::Account);
+
+/// What all ranks that live have promised with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Promises(BTreeMap<Rank, repair::Account>);
+
+/// Chunks that attempts have landed, beside what the tree had brought.
+#[derive(Debug, Clone, Default)]
+pub struct Landed(repair::Landed);
+
+/// What is done in an attempt, and what it comes to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Settlement {
+    /// The chunks to be moved or computed, in order.
+    pub chunks: Vec<Chunk>,
+    decision: repair::Decision,
+}
+
+/// What all that live have committed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Outcome {
+    /// The ranks that are not part of it, in order.
+    pub dead: Vec<Rank>,
+    /// Operations of the tree that end here or below are complete.
+    pub cut: u64,
+    /// Where ranks are dead: the first call that fails at all that live, unless it had returned there.
+    pub operation: u64,
+    /// What all have said with [`Change::done`]; 0 if they said different things.
+    pub word: u64,
+}
+
+/// How a view change ends for a rank that is out of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// Too few ranks are left, or the others go on without this one.
+    Partitioned,
+    /// It took too long, and nothing was committed.
+    Deadline,
+    /// It took too long, and others may have committed.
+    Unknown,
+}
+
+/// What the driver has to do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Step {
+    /// Say by [`Change::promise`] what there is. Nothing of an earlier attempt goes on.
+    Promise(Attempt),
+    /// Do what these promises come to, and say so by [`Change::done`] or [`Change::failed`].
+    Run(Attempt, Promises),
+    /// All that live are through.
+    Committed(Outcome),
+    /// This rank is out.
+    Ended(End),
+}
+
+/// One rank's part in the change of one view.
+#[derive(Debug, Clone)]
+pub struct Change(View<repair::Account, repair::Decision>);
+
+impl Said {
+    /// Return what a rank answers to this that takes no further part.
+    pub fn answer_of_the_ended(&self) -> Option<Self> {
+        let asks = matches!(self.0, Message::Call { .. } | Message::Prepare { .. } | Message::Promise { .. });
+        asks.then_some(Self(Message::Farewell))
+    }
+}
+
+impl Promise {
+    /// Describe what is left at a rank whose endpoint is [frozen](Endpoint::freeze); `first_call` is the number of the call
+    /// that was posted there first.
+    pub fn of(endpoint: &Endpoint, landed: &Landed, first_call: u64) -> Self {
+        let remains = landed.0.over(endpoint);
+        let ops = repair::Remains::ops(&remains);
+        let calls = ops.in_flight().map(|op| (op.end(), first_call + op.id.0)).collect();
+        Self::new(ledger(&remains), calls, first_call + ops.next_id().0)
+    }
+
+    /// Describe a rank that has no tree; `open` is the number of its first call that is not complete.
+    pub fn without_tree(open: u64) -> Self {
+        Self::new(Ledger::new(0), Vec::new(), open)
+    }
+
+    fn new(ledger: Ledger, calls: Vec<(u64, u64)>, open: u64) -> Self {
+        // Nobody connects here.
+        let address = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
+        Self(repair::Account { ledger, calls, open, address })
+    }
+}
+
+impl Promises {
+    /// Return the ranks that live, in order.
+    pub fn ranks(&self) -> Vec<Rank> {
+        self.0.keys().copied().collect()
+    }
+}
+
+impl Landed {
+    /// Note that a chunk has landed.
+    pub fn note(&mut self, seq: u64) {
+        self.0.note(seq..seq + 1);
+    }
+}
+
+impl Settlement {
+    /// Work out what an attempt comes to, of `ranks` ranks, at one that has this of its tree; none has, or all have.
+    ///
+    /// # Errors
+    /// Why nothing can be done, in words.
+    pub fn of(promises: &Promises, endpoint: Option<&Endpoint>, ranks: u32) -> Result<Self, String> {
+        if let Some(endpoint) = endpoint {
+            let lens = |desc: &_| endpoint.chunks(desc);
+            if let Some((rank, _)) = promises.0.iter().find(|(_, account)| !account.ledger.is_sound(ranks, lens)) {
+                return Err(format!("the ledger of {rank} makes no sense"));
+            }
+        }
+        let (plan, decision) = repair::decide(&promises.0, ranks);
+        match (decision.failure, endpoint) {
+            (Some(why), _) => Err(why.to_string()),
+            (None, Some(endpoint)) => Ok(Self { chunks: chunks_of(&plan, endpoint), decision }),
+            (None, None) if plan.pieces.is_empty() => Ok(Self { chunks: Vec::new(), decision }),
+            (None, None) => Err("pieces of a plan without a tree".to_owned()),
+        }
+    }
+}
+
+impl Chunk {
+    /// Return what a rank gives, as [`Chunk::give`] does, of what it has with all that has landed.
+    pub fn give_landed(&self, endpoint: &Endpoint, landed: &Landed, rank: Rank, buffers: &mut dyn Buffers) -> Vec<u8> {
+        self.give_of(&landed.0.over(endpoint), rank, buffers)
+    }
+
+    /// Land the whole result, if the rank waits for it still, and note it.
+    pub fn land_once(&self, endpoint: &Endpoint, landed: &mut Landed, result: &[u8], buffers: &mut dyn Buffers) {
+        repair::land(&landed.0.over(endpoint), self.seq, result, buffers);
+        landed.note(self.seq);
+    }
+}
+
+impl Change {
+    /// Take part, as `rank` of `ranks`, until `deadline` at most.
+    pub fn new(own: (Rank, u32), has_controller: bool, deadline: Instant) -> Self {
+        Self(View::new(own, Dead::new(), has_controller, deadline))
+    }
+
+    /// The view has to change.
+    pub fn begin(&mut self) {
+        self.0.begin();
+    }
+
+    /// A rank is dead: by word of who knows, or because nothing is heard of it.
+    pub fn rank_died(&mut self, rank: Rank, by_word: bool) {
+        self.0.rank_died(rank, if by_word { Authority::Word } else { Authority::Suspicion });
+    }
+
+    /// Nobody says any more who is dead.
+    pub fn controller_lost(&mut self) {
+        self.0.controller_lost();
+    }
+
+    /// Take in what another rank says.
+    pub fn handle(&mut self, from: Rank, said: Said, now: Instant) {
+        self.0.handle(from, said.0, now);
+    }
+
+    /// Do what is due.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        self.0.handle_timeout(now);
+    }
+
+    /// Return when [`Change::handle_timeout`] has something to do.
+    pub fn poll_timeout(&self) -> Instant {
+        self.0.poll_timeout()
+    }
+
+    /// Return what is to be said to whom next.
+    pub fn poll_transmit(&mut self) -> Option<(Rank, Said)> {
+        self.0.poll_transmit().map(|(to, message)| (to, Said(message)))
+    }
+
+    /// Return what is to be done next.
+    pub fn poll_step(&mut self) -> Option<Step> {
+        self.0.poll_event().map(|event| match event {
+            Event::Promise { ballot } => Step::Promise(Attempt(ballot)),
+            Event::Run { ballot, accounts } => Step::Run(Attempt(ballot), Promises(accounts)),
+            Event::Committed(repair::Outcome { dead, decision, word }) => {
+                Step::Committed(Outcome { dead, cut: decision.cut, operation: decision.operation, word })
+            }
+            Event::Ended(repair::End::Partitioned) => Step::Ended(End::Partitioned),
+            Event::Ended(repair::End::Deadline) => Step::Ended(End::Deadline),
+            Event::Ended(repair::End::Unknown) => Step::Ended(End::Unknown),
+        })
+    }
+
+    /// The answer to [`Step::Promise`].
+    pub fn promise(&mut self, attempt: Attempt, promise: Promise) {
+        self.0.promise(attempt.0, promise.0);
+    }
+
+    /// An attempt's plan is done here; `word` is whatever ranks have to have in common.
+    pub fn done(&mut self, attempt: Attempt, settlement: &Settlement, word: u64) {
+        self.0.done(attempt.0, settlement.decision.clone(), word);
+    }
+
+    /// An attempt's plan came to nothing here.
+    pub fn failed(&mut self, attempt: Attempt, now: Instant) {
+        self.0.failed(attempt.0, now);
+    }
+}

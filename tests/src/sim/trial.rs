@@ -1,0 +1,246 @@
+//! What a view change ([`super::ranks`]) does for an attempt: the plan's chunks, moved and computed among the ranks that
+//! live, and the question for another tree. Letters name their attempt, as its connections do: what is left of another
+//! can't be mistaken for it.
+
+use super::cluster::Cluster;
+use super::controller::Ask;
+use super::coverage::Mark;
+use super::incident::Alarm;
+use super::loss::Point;
+use super::mail::Mail;
+use super::ranks::word_of;
+use super::reduce::{reduce, tree};
+use super::repair::Way;
+use super::report::Violation;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+use sumac::rehearsal::{Attempt, Chunk, Origin, Promises, Settlement};
+use sumac_hal::ids::Rank;
+
+/// A plan that is being done.
+pub(super) struct Trial {
+    pub(super) attempt: Attempt,
+    live: Vec<usize>,
+    settlement: Settlement,
+    missing: BTreeSet<u64>,
+    /// The controller is asked for another tree.
+    wants_tree: bool,
+}
+
+#[derive(Default)]
+pub(super) struct Pieces {
+    contributions: BTreeMap<u64, BTreeMap<usize, Vec<u8>>>,
+    results: BTreeMap<u64, Vec<u8>>,
+}
+
+/// What goes from rank to rank in an attempt.
+#[derive(Debug, Clone)]
+pub(super) enum Piece {
+    Contribution(u64, Vec<u8>),
+    Result(u64, Vec<u8>),
+}
+
+/// What the oracles know of one attempt.
+pub(super) struct Ledgers {
+    settlement: Settlement,
+    computed: BTreeSet<u64>,
+    bytes: u64,
+}
+
+impl Cluster<'_, '_> {
+    /// All that live have promised: work out the plan, and give away what is this rank's to give.
+    pub(super) fn run_plan(
+        &mut self,
+        at: (usize, usize),
+        attempt: Attempt,
+        promises: &Promises,
+    ) -> Result<(), Violation> {
+        let (rank, group) = at;
+        let ranks = self.options.ranks as u32;
+        let member = &self.members[rank][group];
+        let (view, has_tree) = (member.view, matches!(member.way, Way::Tree(_)));
+        let settlement = Settlement::of(promises, has_tree.then_some(&member.endpoint), ranks)
+            .map_err(|why| Violation::Unrepairable { group, rank, why })?;
+        let fresh = || Ledgers { settlement: settlement.clone(), computed: BTreeSet::new(), bytes: 0 };
+        if self.attempts.entry((group, view, attempt)).or_insert_with(fresh).settlement != settlement {
+            return Err(Violation::Disagreement { group, view });
+        }
+        self.reach_by(Point::Decided, rank);
+        if self.deaths.is_dead(rank) {
+            return Ok(());
+        }
+        let live: Vec<usize> = promises.ranks().into_iter().map(|rank| rank.0 as usize).collect();
+        let chunks = settlement.chunks.clone();
+        let missing = chunks.iter().map(|chunk| chunk.seq).collect();
+        let trial = Trial { attempt, live: live.clone(), settlement, missing, wants_tree: false };
+        self.members[rank][group].membership.changing.as_mut().expect("in a change").trial = Some(trial);
+        for chunk in &chunks {
+            let member = &mut self.members[rank][group];
+            let Some(changing) = &member.membership.changing else { break };
+            let own = Rank(rank as u32);
+            let bytes = chunk.give_landed(&member.endpoint, &changing.landed, own, &mut member.memory);
+            match chunk.origin {
+                Origin::Held(holder) if holder == own => {
+                    self.seen.note(Mark::ChunkHeld);
+                    self.give_to_all(at, (attempt, &live), chunk, &bytes)?;
+                }
+                Origin::Held(_) => {}
+                Origin::Recompute => {
+                    let to = live[chunk.seq as usize % live.len()];
+                    self.count_piece((group, view, attempt), to != rank, bytes.len())?;
+                    let piece = Piece::Contribution(chunk.seq, bytes);
+                    self.mail(Mail::Piece { from: rank, to, group, view, attempt, piece });
+                }
+            }
+        }
+        self.schedule(self.now + PIECES_LIMIT, Alarm::PiecesLimit { rank, group, view, attempt });
+        self.advance_trial(at)
+    }
+
+    fn give_to_all(
+        &mut self,
+        (rank, group): (usize, usize),
+        (attempt, live): (Attempt, &[usize]),
+        chunk: &Chunk,
+        bytes: &[u8],
+    ) -> Result<(), Violation> {
+        let view = self.members[rank][group].view;
+        if bytes.len() != chunk.len_bytes {
+            let why = format!("chunk {}: {} bytes where {} are due", chunk.seq, bytes.len(), chunk.len_bytes);
+            return Err(Violation::Unrepairable { group, rank, why });
+        }
+        for &to in live {
+            self.count_piece((group, view, attempt), to != rank, bytes.len())?;
+            let piece = Piece::Result(chunk.seq, bytes.to_vec());
+            self.mail(Mail::Piece { from: rank, to, group, view, attempt, piece });
+        }
+        Ok(())
+    }
+
+    pub(super) fn take_piece(
+        &mut self,
+        (from, rank, group): (usize, usize, usize),
+        (view, attempt): (u32, Attempt),
+        piece: Piece,
+    ) -> Result<(), Violation> {
+        let member = &mut self.members[rank][group];
+        if view < member.view || member.membership.end.is_some() {
+            return Ok(());
+        }
+        let pieces = member.membership.pieces.entry((view, attempt)).or_default();
+        match piece {
+            Piece::Contribution(seq, bytes) => _ = pieces.contributions.entry(seq).or_default().insert(from, bytes),
+            Piece::Result(seq, bytes) => _ = pieces.results.insert(seq, bytes),
+        }
+        self.advance_trial((rank, group))?;
+        self.drive_change((rank, group))
+    }
+
+    /// Compute what is this rank's to compute, and land what has come.
+    fn advance_trial(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        let (rank, group) = at;
+        let view = self.members[rank][group].view;
+        let trial = self.members[rank][group].membership.changing.as_ref().and_then(|changing| changing.trial.as_ref());
+        let Some((trial, false)) = trial.map(|trial| (trial, trial.wants_tree)) else { return Ok(()) };
+        let (attempt, live, chunks) = (trial.attempt, trial.live.clone(), trial.settlement.chunks.clone());
+        for chunk in &chunks {
+            let pieces = self.members[rank][group].membership.pieces.entry((view, attempt)).or_default();
+            let given = pieces.contributions.get(&chunk.seq).filter(|given| given.len() == live.len());
+            if given.is_some() {
+                let given = pieces.contributions.remove(&chunk.seq).expect("seen").into_values().collect::<Vec<_>>();
+                let result = self.compute_piece(at, attempt, chunk, &given)?;
+                self.give_to_all(at, (attempt, &live), chunk, &result)?;
+            }
+            let member = &mut self.members[rank][group];
+            let pieces = member.membership.pieces.get_mut(&(view, attempt));
+            let Some(result) = pieces.and_then(|pieces| pieces.results.remove(&chunk.seq)) else { continue };
+            let changing = member.membership.changing.as_mut().expect("in a change");
+            chunk.land_once(&member.endpoint, &mut changing.landed, &result, &mut member.memory);
+            changing.trial.as_mut().expect("at it").missing.remove(&chunk.seq);
+            self.reach_by(Point::Landed, rank);
+            if self.deaths.is_dead(rank) {
+                return Ok(());
+            }
+        }
+        let member = &mut self.members[rank][group];
+        let trial = member.membership.changing.as_mut().and_then(|changing| changing.trial.as_mut());
+        let Some(trial) = trial.filter(|trial| trial.missing.is_empty()) else { return Ok(()) };
+        trial.wants_tree = true;
+        match member.way {
+            Way::Tree(lost) if live.len() == self.options.ranks && self.deaths.has_controller(rank) => {
+                self.mail(Mail::Ask { rank, group, view, ask: Ask::Replan { lost } });
+                self.schedule(self.now + REPLAN_LIMIT, Alarm::ReplanLimit { rank, group, view });
+                self.finish_trial(at, false)
+            }
+            _ => self.finish_trial(at, true),
+        }
+    }
+
+    fn compute_piece(
+        &mut self,
+        (rank, group): (usize, usize),
+        attempt: Attempt,
+        chunk: &Chunk,
+        given: &[Vec<u8>],
+    ) -> Result<Vec<u8>, Violation> {
+        let (options, view, seq) = (self.options, self.members[rank][group].view, chunk.seq);
+        let ledgers = self.attempts.get_mut(&(group, view, attempt)).expect("it is planned");
+        if given.len() < options.ranks || !ledgers.computed.insert(seq) {
+            return Err(Violation::Again { group, view, seq });
+        }
+        self.seen.note(Mark::ChunkComputed);
+        let tree = tree(&options.trees[options.tree(group)], options.ranks, options.order(group));
+        Ok(reduce(&tree, &chunk.desc, given))
+    }
+
+    /// The plan is done, but for another tree, if one is wanted; that is here, or too late.
+    pub(super) fn finish_trial(&mut self, at: (usize, usize), is_late: bool) -> Result<(), Violation> {
+        let (rank, group) = at;
+        let found = self.found(rank, group);
+        let member = &mut self.members[rank][group];
+        let Some(changing) = &mut member.membership.changing else { return Ok(()) };
+        if self.deaths.is_dead(rank) || found.is_none() && !is_late {
+            return Ok(());
+        }
+        let Some(trial) = changing.trial.take_if(|trial| trial.wants_tree) else { return Ok(()) };
+        changing.found = found.flatten();
+        changing.change.done(trial.attempt, &trial.settlement, word_of(changing.found));
+        self.speak(at);
+        self.reach_by(Point::Done, rank);
+        self.drive_change(at)
+    }
+
+    /// A piece was lost, as a connection is: the attempt comes to nothing here.
+    pub(super) fn pieces_limit(&mut self, at: (usize, usize), view: u32, attempt: Attempt) -> Result<(), Violation> {
+        let (rank, group) = at;
+        let now = self.rank_time(rank);
+        let member = &mut self.members[rank][group];
+        let Some(changing) = member.membership.changing.as_mut().filter(|_| member.view == view) else { return Ok(()) };
+        let waits = |trial: &mut Trial| trial.attempt == attempt && !trial.wants_tree;
+        if self.deaths.is_dead(rank) || changing.trial.take_if(waits).is_none() {
+            return Ok(());
+        }
+        self.seen.note(Mark::AttemptFailed);
+        self.tell_change(at, |change| change.failed(attempt, now))
+    }
+
+    /// An attempt moves at most twice the message a rank.
+    fn count_piece(&mut self, of: (usize, u32, Attempt), is_sent: bool, bytes: usize) -> Result<(), Violation> {
+        let ledgers = self.attempts.get_mut(&of).expect("it is planned");
+        let sent = if is_sent { bytes as u64 } else { 0 };
+        ledgers.bytes += sent;
+        self.repair_bytes += sent;
+        let message: u64 = ledgers.settlement.chunks.iter().map(|chunk| chunk.len_bytes as u64).sum();
+        let (found, limit) = (ledgers.bytes, 2 * message * self.options.ranks as u64);
+        if found > limit {
+            return Err(Violation::Limit { what: "bytes that an attempt moves", found, limit });
+        }
+        Ok(())
+    }
+}
+
+/// How long pieces may take to come.
+const PIECES_LIMIT: Duration = Duration::from_secs(1);
+
+/// How long the controller may take for another tree.
+const REPLAN_LIMIT: Duration = Duration::from_secs(6);
