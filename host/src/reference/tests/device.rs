@@ -58,6 +58,8 @@ pub(super) enum Behaviour {
     Dies(u64),
     /// Does the same as soon as a chunk is there, says of each that it failed, and stays.
     Breaks,
+    /// Publishes what others have made of a chunk as soon as it is there, and says that rank 0 has left.
+    LeavesOut,
     /// Answers the first contribution with this.
     Says([u64; COMPLETION_WORDS]),
 }
@@ -199,6 +201,10 @@ impl Device {
             Behaviour::Honest => {
                 let complete: Vec<_> = self.complete().collect();
                 complete.into_iter().for_each(|seq| self.finish(seq));
+            }
+            Behaviour::LeavesOut => {
+                let complete: Vec<_> = self.complete().collect();
+                complete.into_iter().for_each(|seq| self.leave_out(seq));
             }
             Behaviour::Breaks => {
                 let complete: Vec<_> = self.complete().collect();
@@ -365,6 +371,16 @@ impl Device {
             let answer =
                 CompletionEntry::Answer { status, group, epoch, seq, count: 1, window: 8, stable, slowest: None };
             self.say(seat, 1, &answer.emit());
+        }
+        self.chunks.remove(&seq);
+    }
+
+    fn leave_out(&mut self, seq: u64) {
+        self.publish(seq, &[0x77; CHUNK as usize]);
+        if seq == 0 {
+            let without = [Rank(0)].into_iter().collect();
+            let halves = CompletionEntry::missing(1, ChunkNo(seq), &without);
+            halves.iter().for_each(|half| self.say(0, 1, &half.emit()));
         }
         self.chunks.remove(&seq);
     }

@@ -115,6 +115,19 @@ fn a_device_that_fails_to_write_leaves_chunks_wholly_old_or_wholly_new() {
     assert_eq!(device.join().expect("no panic").fences, 1);
 }
 
+/// What others have made of a chunk is in its redo slot, and is none of who has left.
+#[test]
+fn who_is_left_out_looks_up_nothing_that_it_has_no_part_in() {
+    let (name, device) = start(1, Behaviour::LeavesOut);
+    let (mut driver, mut buffer) = in_flight(&name);
+    let mut lent = Lent::InPlace(bytemuck::cast_slice_mut(&mut buffer));
+    assert_eq!(drive(&mut driver, crate::endpoint::OpId(0), &mut lent), Err(EndpointError::Excluded));
+    driver.salvage(&mut lent);
+    assert!(buffer.iter().all(|&value| value == 3.0), "{:?}", &buffer[..PER_CHUNK]);
+    drop(driver);
+    assert_eq!(device.join().expect("no panic").fences, 1);
+}
+
 /// Bounced memory is written by this side alone: what has not been copied out stays as it was.
 #[test]
 fn a_device_that_dies_leaves_bounced_memory_alone() {
