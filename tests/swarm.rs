@@ -226,14 +226,16 @@ fn ranks() {
 /// these found has a test of its own beside the code that was mended.
 #[test]
 fn seeds_that_failed_once() {
-    use ScenarioKind::{Death, Hostile, Mismatch, Restart};
+    use ScenarioKind::{Death, Hostile, Mismatch, Ranks, Restart};
     // Operations called alike that begin at different seqs combined: `OpDesc::tree_signature`.
     let torn = [(Mismatch, 1649), (Mismatch, 1758)];
     // A refusal of a later chunk took the place of an earlier one's.
     let told = [578, 755, 1109, 1183, 1276, 1865].map(|seed| (Mismatch, seed));
     // 256 ranks asked again at the same moments: `Uplink` without jitter.
     let crowded = [(Death, 472), (Restart, 1693), (Hostile, 1984)];
-    for (kind, seed) in torn.into_iter().chain(told).chain(crowded) {
+    // A barrier was passed that a dead rank had not come to: `repair::plan`.
+    let passed = [13, 140, 164].map(|seed| (Ranks, seed));
+    for (kind, seed) in torn.into_iter().chain(told).chain(crowded).chain(passed) {
         run(&Options::draw(seed, kind)).unwrap_or_else(|violation| panic!("{kind:?} SEED={seed}: {violation}"));
     }
 }
