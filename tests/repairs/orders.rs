@@ -85,6 +85,7 @@ fn bits_are_the_same(order: Order, levels: usize, way: fn(&mut JoinConfig)) {
             let (result, outcome) = death.strikes_during(comm.rank(), || run(&comm, op));
             assert!(result == without[op as usize], "{:?} after the death: {outcome:?}", KINDS[op as usize]);
             comm.barrier().expect("all are still there");
+            comm.leave();
             outcome
         });
         repaired += usize::from(outcomes.iter().any(|outcome| outcome.repaired));

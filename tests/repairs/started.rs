@@ -41,6 +41,7 @@ fn repaired_within(between: impl Fn(&Communicator) + Sync) {
                 finish(started);
             }
             comm.barrier().expect("all are there");
+            comm.leave();
         });
     }
 }

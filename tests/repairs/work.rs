@@ -106,7 +106,11 @@ pub(crate) fn until_repaired(
     thread::scope(|scope| {
         let (pace, boards) = (&pace, &boards);
         scope.spawn(move || end(boards, controller, kill, pace));
-        cluster.run("repairs", ranks, configure, |comm| work(&comm, pace, &operation));
+        cluster.run("repairs", ranks, configure, |comm| {
+            work(&comm, pace, &operation);
+            // Who is dropped is dead to those that still wait for the last barrier.
+            comm.leave();
+        });
     });
     pace.seen.into_inner().expect("nobody panicked")
 }
