@@ -135,9 +135,16 @@ def usable(expression):
         return False
 
 
-def metadata(*options):
+def metadata(*options, folder=ROOT):
     command = ["cargo", "metadata", "--format-version", "1", *options]
-    return json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
+    return json.loads(subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def boards():
+    """Return what the boards are made of that have workspaces of their own, as they are built for other targets."""
+    manifests = sorted((ROOT / "firmware/boards").glob("*/Cargo.toml"))
+    own = [path.parent for path in manifests if re.search(r"^\[workspace\]$", path.read_text(), re.MULTILINE)]
+    return [metadata("--all-features", "--locked", folder=folder) for folder in own]
 
 
 def members(data):
@@ -238,10 +245,14 @@ def main():
     packages = members(data)
     own = {package["name"] for package in packages}
     found = [*foreign_crates(data, own), *manifests(packages, own), *planted(packages), *sources()]
+    images = boards()
+    for image in images:
+        found += foreign_crates(image, own | {package["name"] for package in members(image)})
     for violation in found:
         print(violation)
-    licences = sorted({package["license"] or "" for package in data["packages"]})
-    print(f"{len(data['packages'])} crates, {len(own)} of them own; {len(found)} violations; licences:")
+    every = {(package["name"], package["version"]): package for one in [data, *images] for package in one["packages"]}
+    licences = sorted({package["license"] or "" for package in every.values()})
+    print(f"{len(every)} crates, {len(own) + len(images)} of them own; {len(found)} violations; licences:")
     print("  " + "\n  ".join(licences))
     return 1 if found else 0
 
