@@ -7,7 +7,7 @@ use common::{Cluster, by_packets, plain};
 use std::thread;
 use std::time::Duration;
 use sumac::controller::{Controller, ControllerConfig};
-use sumac::{Algo, CallOptions, Error, JoinConfig, OpDesc, Order, Path, ReduceOp};
+use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, OpDesc, Order, Path, ReduceOp};
 use sumac_hal::ctrl::{Counters, DropReason};
 use sumac_hal::ids::Rank;
 use sumac_hal::port::{Addr, Port};
@@ -105,6 +105,43 @@ fn different_calls_are_the_same_error_everywhere() {
         });
         assert!(errors.iter().all(|error| matches!(error, Error::Mismatch { .. })), "{number}: {errors:?}");
         assert!(errors.windows(2).all(|pair| pair[0] == pair[1]), "{number}: {errors:?}");
+    }
+}
+
+/// Those that ended by it are gone when it comes: that is no reason to say that they died.
+#[test]
+fn a_rank_that_comes_late_to_a_mismatch_hears_of_it() {
+    let mixes: [fn(u32) -> (Algo, usize); 3] = [
+        |rank| (Algo::Tree, if rank == 0 { 1000 } else { 1001 }),
+        |rank| (if rank == 1 { Algo::HalvingDoubling } else { Algo::Ring }, 5000),
+        |rank| (Algo::Ring, if rank == 0 { 1000 } else { 64 }),
+    ];
+    for (devices, mixes) in [(2, &mixes[..]), (0, &mixes[1..])] {
+        let cluster = match devices {
+            0 => Cluster::spare(0, ControllerConfig::new()),
+            _ => Cluster::start(devices, 2),
+        };
+        for (number, mix) in mixes.iter().enumerate() {
+            let gone = std::sync::Barrier::new(4);
+            let errors = cluster.run(&format!("late-{number}"), 4, plain, |comm| {
+                let (algo, count) = mix(comm.rank());
+                let options =
+                    CallOptions { algo: Some(algo), deadline: Some(Duration::from_secs(20)), ..CallOptions::default() };
+                let call = |comm: &Communicator| {
+                    comm.all_reduce_with(&mut vec![0_i64; count], ReduceOp::Sum, &options).expect_err("a mismatch")
+                };
+                if comm.rank() == 2 {
+                    gone.wait();
+                    return call(&comm);
+                }
+                let error = call(&comm);
+                drop(comm);
+                gone.wait();
+                error
+            });
+            let all_alike = errors.windows(2).all(|pair| pair[0] == pair[1]);
+            assert!(all_alike && matches!(errors[2], Error::Mismatch { .. }), "{devices} {number}: {errors:?}");
+        }
     }
 }
 

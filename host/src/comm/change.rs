@@ -17,6 +17,7 @@
 
 use super::core::Core;
 use super::error::{Error, Fresh};
+use super::grace::Grace;
 use super::lost::Lost;
 use super::parley::{Inbox, Mail, authority};
 use super::progress::{Deadline, InFlight, Lent};
@@ -29,6 +30,7 @@ use crate::repair::{
 };
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
+use std::ops::ControlFlow;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -89,14 +91,30 @@ impl Core {
 
     /// Say why the view has to change, as others say so.
     pub(super) fn loss(&self) -> Error {
-        self.lost_rank().map_or(Error::PathLost, |rank| Error::RankLost { rank })
+        let dead = || self.lost_rank().map_or(Error::PathLost, |rank| Error::RankLost { rank });
+        self.lost.word().unwrap_or_else(dead)
     }
 
-    /// Return when the first thing came up that the view has to change for; none is that a rank is gone which had left.
-    pub(super) fn unsettled_since(&self) -> Option<Instant> {
+    /// Tell whether the view has to change; that a rank is gone which had left is no reason.
+    pub(super) fn is_unsettled(&self) -> bool {
         let gone = self.gone();
         let had_left = !gone.is_empty() && self.lost.ranks().into_iter().all(|rank| gone.contains(rank));
-        self.lost.unsettled_since(self.epoch).filter(|_| !had_left)
+        self.lost.is_unsettled(self.epoch) && (!had_left || self.lost.word().is_some())
+    }
+
+    /// Count a look at all that others have sent, if the view has to change; returns whether there were enough of them
+    /// for that, and else how long until the next one counts.
+    pub(super) fn look_in_grace(&mut self) -> ControlFlow<(), Option<Duration>> {
+        if !self.is_unsettled() {
+            return ControlFlow::Continue(None);
+        }
+        self.grace.look(Instant::now()).map_or(ControlFlow::Break(()), |wait| ControlFlow::Continue(Some(wait)))
+    }
+
+    /// Return what ends this communicator at all ranks, if it has come: who heard of it before may be gone since.
+    fn word_of_others(&mut self) -> Option<Error> {
+        self.pump(None);
+        self.tree_error().filter(Error::is_word_of_tree).or_else(|| self.lost.word())
     }
 
     /// Make good what the loss of the tree, or of ranks, has left, with all other ranks. Afterwards operations of the
@@ -170,9 +188,12 @@ impl Core {
     /// Change the view because others ask for it, outside of any call.
     pub(super) fn serve_change(&mut self) {
         let is_tree_lost = self.tree.is_some() && self.lost.repair_wanted() > self.job_view;
-        let is_wanted = is_tree_lost || self.unsettled_since().is_some();
+        let is_wanted = is_tree_lost || self.is_unsettled();
         if !is_wanted || self.has_ended() || self.parley.is_none() || self.lost.is_cancelled() {
             return;
+        }
+        if let Some(word) = self.word_of_others() {
+            return self.note_untold_end(word);
         }
         let (limit, cause) = (self.config.deadline, if is_tree_lost { Error::PathLost } else { self.loss() });
         if let Err(error) = self.change_view(None, &cause, (Instant::now() + limit, limit)) {
@@ -189,8 +210,11 @@ impl Core {
     /// Return what the loss of a rank that a schedule has met is to all ranks.
     pub(super) fn after_loss(&mut self, error: Error, deadline: Deadline) -> Error {
         let is_told = matches!(error, Error::Schedule(ExecError::Interrupted { .. }));
-        let is_loss = is_told && self.unsettled_since().is_some() && !self.lost.is_cancelled();
+        let is_loss = is_told && self.is_unsettled() && !self.lost.is_cancelled();
         if self.is_repairable(&error) || is_loss && self.parley.is_some() && self.ended.is_none() {
+            if let Some(word) = self.word_of_others() {
+                return word;
+            }
             return self.change_view(None, &error, deadline).err().unwrap_or(error);
         }
         error
@@ -245,6 +269,11 @@ impl Core {
                 talks.view.give_up();
                 self.speak(&mut talks.view);
                 return Err(Error::Cancelled);
+            }
+            if let Some(word) = self.lost.word() {
+                talks.view.give_up();
+                self.speak(&mut talks.view);
+                return Err(word);
             }
             if self.hear_of_deaths(&mut talks.view) {
                 continue;
@@ -302,6 +331,7 @@ impl Core {
                 self.speak(&mut talks.view);
                 let (commit, dead) = (outcome.clone(), talks.view.dead().clone());
                 self.epoch += 1;
+                self.grace = Grace::default();
                 if let Some(parley) = &self.parley {
                     parley.settle(dead.clone(), Message::Commit { outcome: commit, dead });
                 }

@@ -5,6 +5,7 @@ use super::choices::Choices;
 use super::element::Element;
 use super::error::{Error, Fresh};
 use super::extent::Extent;
+use super::grace::Grace;
 use super::join::JoinConfig;
 use super::lost::Lost;
 use super::parley::Parley;
@@ -65,6 +66,8 @@ pub(super) struct Core {
     pub(super) token: JobToken,
     /// How often the view has changed.
     pub(super) epoch: u64,
+    /// What is left of the time that operations get since the view was called in question.
+    pub(super) grace: Grace,
     /// The call that runs, by its number.
     pub(super) calling: Option<u64>,
     /// The started call whose schedule runs.
@@ -129,6 +132,7 @@ impl Core {
             parley,
             token,
             epoch: 0,
+            grace: Grace::default(),
             calling: None,
             scheduling: None,
             landed: Landed::default(),
@@ -414,6 +418,9 @@ impl Core {
     pub(super) fn note_end(&mut self, error: &Error) {
         if !error.is_harmless() && self.ended.is_none() {
             self.ended = Some(error.clone());
+            if let (Some(session), Some(over)) = (&self.session, error.to_all()) {
+                session.over(over);
+            }
             self.tree.iter_mut().for_each(Tree::retire);
             self.parley.iter().for_each(Parley::end);
         }

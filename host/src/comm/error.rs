@@ -1,6 +1,7 @@
 //! What a call on a communicator can end in.
 
 use crate::choice::RuledOut;
+use crate::controller::proto::Over;
 use crate::endpoint::EndpointError;
 use crate::exec::ExecError;
 use crate::reference::RegisterError;
@@ -237,9 +238,31 @@ impl Error {
         matches!(self, Self::Mismatch { .. } | Self::Stragglers { .. } | Self::Excluded)
     }
 
+    /// The same as what ranks are told that have not heard of it yet; `None` if it is this rank's alone, or they notice.
+    pub(super) fn to_all(&self) -> Option<Over> {
+        match *self {
+            Self::Mismatch { first, other } => Some(Over::Mismatch { first, other }),
+            Self::Stragglers { missing } => Some(Over::Stragglers { missing: missing.iter().collect() }),
+            _ => None,
+        }
+    }
+
     /// Tell whether it is the tree that is lost, which a schedule does not need.
     pub(super) const fn is_loss_of_tree(&self) -> bool {
         matches!(self, Self::PathLost | Self::GroupLost | Self::DeviceLost { .. } | Self::Device { .. })
+    }
+}
+
+impl From<Over> for Error {
+    fn from(over: Over) -> Self {
+        match over {
+            Over::Mismatch { first, other } => Self::mismatch(first, other),
+            Over::Stragglers { missing } => {
+                let mut mask = RankMask::default();
+                missing.into_iter().for_each(|rank| mask.insert(rank));
+                Self::Stragglers { missing: mask }
+            }
+        }
     }
 }
 

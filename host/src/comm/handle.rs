@@ -1,31 +1,30 @@
 //! Handles of started operations.
 
-use super::core::Core;
 use super::error::Error;
-use super::{CallOptions, Held, Outcome, lock};
+use super::own::Own;
+use super::{CallOptions, Held, Outcome};
 use std::marker::PhantomData;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// A started operation. Forgetting it is safe: the communicator keeps the buffer.
 #[derive(Debug)]
 #[must_use = "a started operation gives its buffer back when it is waited for"]
 pub struct Handle<B> {
-    core: Arc<Mutex<Core>>,
+    own: Own,
     id: u64,
     buffer: PhantomData<fn() -> B>,
 }
 
 impl<B: Held> Handle<B> {
-    pub(super) const fn new(core: Arc<Mutex<Core>>, id: u64) -> Self {
-        Self { core, id, buffer: PhantomData }
+    pub(super) const fn new(own: Own, id: u64) -> Self {
+        Self { own, id, buffer: PhantomData }
     }
 
     /// Tell whether the operation has ended, with a result or an error that [`Handle::wait`] returns at once, without
     /// waiting for it if it goes through the tree; a schedule is run here if it has not been. The communicator's
     /// deadline counts from the first test on.
     pub fn test(&mut self) -> bool {
-        lock(&self.core).test(self.id, &CallOptions::default())
+        self.own.lock().test(self.id, &CallOptions::default())
     }
 
     /// Wait for the operation, and get the buffer with the result.
@@ -46,7 +45,7 @@ impl<B: Held> Handle<B> {
     }
 
     fn finish(self, options: &CallOptions) -> Result<(B, Outcome), Error> {
-        let (buffer, result) = lock(&self.core).finish(self.id, options);
+        let (buffer, result) = self.own.lock().finish(self.id, options);
         let outcome = result?;
         let buffer = buffer.and_then(|owned| owned.into_result().into_any().downcast::<B>().ok());
         buffer.map(|buffer| (*buffer, outcome)).ok_or_else(|| Error::Argument("the handle's buffer is gone".into()))

@@ -208,6 +208,7 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         other => {
             match other {
                 Notice::RankLost(rank) => watch.set(rank),
+                Notice::Over(over) => watch.over(over),
                 Notice::ControllerLost => watch.controller_gone(),
                 Notice::Repair { view } => watch.repair(view),
                 Notice::MoveAt { view, call } => watch.offers.move_at(view, call),

@@ -1,18 +1,18 @@
-//! What reaches a communicator while one of its calls waits: that a rank is lost, that a rank's tree is, that another rank
+//! What reaches a communicator while one of its calls waits: that a rank is lost, that the job is over, that a rank's tree is, that another rank
 //! wants the view to change, that the controller is gone, and that its own program wants no more.
 //!
 //! Whatever it is, it is noted before who waits is woken, and who waits looks after it was made known to be woken
 //! ([`Lost::set_wakers`]): nothing is missed, whichever came first.
 
 use super::core::Core;
+use super::error::Error;
 use super::offer::Offers;
 use super::parley::Inbox;
-use crate::controller::proto::QueuePlace;
+use crate::controller::proto::{Over, QueuePlace};
 use crate::reference;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::thread;
-use std::time::Instant;
+use std::thread::{self, JoinHandle};
 use sumac_hal::ids::Rank;
 use sumac_hal::udp::Waker;
 
@@ -32,6 +32,8 @@ pub(super) struct Lost {
     queue: Mutex<Queue>,
     /// Whom to repair if none of its calls does.
     core: OnceLock<Weak<Mutex<Core>>>,
+    /// Those that do.
+    serving: Mutex<Vec<JoinHandle<()>>>,
 }
 
 /// What is known of the other ranks.
@@ -41,9 +43,9 @@ struct News {
     dead: Vec<Rank>,
     /// The last view that another rank wants to change, and one; 0: none does.
     called: u64,
-    /// When the first was lost, or when the last view was called.
-    since: Option<Instant>,
     is_controller_gone: bool,
+    /// What has ended the job at another rank, or at this one.
+    over: Option<Over>,
 }
 
 /// Where the job stands in the controller's queue.
@@ -78,6 +80,7 @@ impl Lost {
             wakers,
             offers: Offers::new(),
             core: OnceLock::new(),
+            serving: Mutex::default(),
         }
     }
 
@@ -143,9 +146,27 @@ impl Lost {
                 super::lock(&core).serve_change();
             }
         };
+        let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.is_cancelled() {
+            // Nobody may wait for it any more.
+            return;
+        }
         let served = thread::Builder::new().name("repair".into()).spawn(serve);
-        if let Err(error) = served {
-            tracing::error!(%error, "no thread for a repair: this rank takes part with its next call");
+        serving.retain(|thread| !thread.is_finished());
+        match served {
+            Ok(thread) => serving.push(thread),
+            Err(error) => {
+                tracing::error!(%error, "no thread for a repair: this rank takes part with its next call");
+            }
+        }
+    }
+
+    /// Wait until nobody repairs any more what is over for this rank.
+    pub(super) fn wait_for_served(&self) {
+        let serving = std::mem::take(&mut *self.serving.lock().unwrap_or_else(PoisonError::into_inner));
+        for thread in serving {
+            // A panic there has been reported.
+            let _ = thread.join();
         }
     }
 
@@ -180,11 +201,26 @@ impl Lost {
     pub(super) fn set(&self, rank: Rank) {
         let mut news = self.news();
         news.dead.push(rank);
-        news.since.get_or_insert_with(Instant::now);
         self.is_set.store(true, Ordering::Release);
         drop(news);
         self.wake();
         self.serve_aside();
+    }
+
+    /// The controller says that the job is over.
+    pub(super) fn over(&self, over: Over) {
+        self.news().over.get_or_insert(over);
+        self.is_set.store(true, Ordering::Release);
+        self.wake();
+        self.serve_aside();
+    }
+
+    /// Return what has ended the job, by the controller's word.
+    pub(super) fn word(&self) -> Option<Error> {
+        if !self.is_set.load(Ordering::Acquire) {
+            return None;
+        }
+        self.news().over.clone().map(Error::from)
     }
 
     /// Another rank wants a view to change.
@@ -194,9 +230,6 @@ impl Lost {
             return;
         }
         news.called = epoch + 1;
-        if news.dead.is_empty() {
-            news.since = Some(Instant::now());
-        }
         self.is_set.store(true, Ordering::Release);
         drop(news);
         self.wake();
@@ -215,13 +248,13 @@ impl Lost {
         !self.news().is_controller_gone
     }
 
-    /// Return since when this view is to change, as others are lost or say so.
-    pub(super) fn unsettled_since(&self, epoch: u64) -> Option<Instant> {
+    /// Tell whether this view is to change, as others are lost or say so.
+    pub(super) fn is_unsettled(&self, epoch: u64) -> bool {
         if !self.is_set.load(Ordering::Acquire) {
-            return None;
+            return false;
         }
         let news = self.news();
-        news.since.filter(|_| !news.dead.is_empty() || news.called > epoch)
+        !news.dead.is_empty() || news.called > epoch || news.over.is_some()
     }
 
     /// This rank's own program wants no more of the communicator.
@@ -282,16 +315,16 @@ mod tests {
     fn a_view_is_unsettled_until_it_has_changed_and_for_good_if_ranks_are_dead() {
         let mut port = port();
         let lost = Lost::new(port.waker());
-        assert_eq!(lost.unsettled_since(0), None);
+        assert!(!lost.is_unsettled(0));
         lost.call(0);
         assert_eq!(port.wait(Some(Duration::ZERO)), Wake::Woken);
-        assert!(lost.unsettled_since(0).is_some() && lost.unsettled_since(1).is_none());
+        assert!(lost.is_unsettled(0) && !lost.is_unsettled(1));
         // Said again, it is no news.
         lost.call(0);
         assert_eq!(port.wait(Some(Duration::ZERO)), Wake::Timeout);
         lost.set(Rank(2));
         lost.set(Rank(0));
-        assert!(lost.unsettled_since(9).is_some());
+        assert!(lost.is_unsettled(9));
         assert_eq!(lost.ranks(), [Rank(2), Rank(0)]);
         assert!(lost.has_controller());
         lost.controller_gone();

@@ -4,12 +4,12 @@
 //! blocking send may wait for its receiver. Collectives and messages don't wait for each other.
 
 use super::core::Core;
+use super::own::Own;
 use super::progress::Deadline;
-use super::{CallOptions, Communicator, Element, Error, lock};
+use super::{CallOptions, Communicator, Element, Error};
 use crate::exec::message::{self, Direction, Message, MessageBuffer, Ticket};
 use std::any::Any;
 use std::marker::PhantomData;
-use std::sync::{Arc, Mutex};
 use sumac_hal::ids::Rank;
 
 impl Communicator {
@@ -70,7 +70,7 @@ impl Communicator {
         direction: Direction,
     ) -> Result<MessageHandle<T>, Error> {
         let ticket = self.lock().post_message(Rank(peer), direction, tag, Box::new(Typed(values)))?;
-        Ok(MessageHandle { core: Arc::clone(&self.core), ticket, values: PhantomData })
+        Ok(MessageHandle { own: self.own.clone(), ticket, values: PhantomData })
     }
 }
 
@@ -78,7 +78,7 @@ impl Communicator {
 #[derive(Debug)]
 #[must_use = "a started message gives its values back when it is waited for"]
 pub struct MessageHandle<T> {
-    core: Arc<Mutex<Core>>,
+    own: Own,
     ticket: Ticket,
     values: PhantomData<T>,
 }
@@ -89,7 +89,7 @@ impl<T: Element> MessageHandle<T> {
     /// # Errors
     /// [`Error`].
     pub fn wait(self) -> Result<Vec<T>, Error> {
-        let buffer = lock(&self.core).wait_message(self.ticket, &CallOptions::default())?;
+        let buffer = self.own.lock().wait_message(self.ticket, &CallOptions::default())?;
         let values = buffer.into_any().downcast::<Typed<T>>();
         values.map(|values| values.0).map_err(|_| Error::Argument("the message's values are gone".into()))
     }

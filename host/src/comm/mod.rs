@@ -82,11 +82,13 @@ mod core;
 mod element;
 mod error;
 mod extent;
+mod grace;
 mod handle;
 mod join;
 mod lost;
 mod messages;
 mod offer;
+mod own;
 mod parley;
 mod progress;
 mod repair;
@@ -113,6 +115,7 @@ pub use straggler::Straggler;
 
 use self::core::Core;
 use self::lost::Lost;
+use self::own::Own;
 use crate::choice::{Algo, Explanation};
 use crate::controller::proto::QueuePlace;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -161,8 +164,7 @@ pub struct Outcome {
 /// A member of a job. Dropping it without [`Communicator::leave`] tells the other ranks that this one is lost.
 #[derive(Debug)]
 pub struct Communicator {
-    core: Arc<Mutex<Core>>,
-    lost: Arc<Lost>,
+    own: Own,
     rank: u32,
     size: u32,
 }
@@ -174,11 +176,8 @@ impl Communicator {
     /// [`JoinError`] if controller, ports or job are not to be had.
     pub fn join(config: JoinConfig) -> Result<Self, JoinError> {
         let (rank, size) = (config.rank, config.world);
-        let core = join::join(config)?;
-        let lost = Arc::clone(&core.lost);
-        let core = Arc::new(Mutex::new(core));
-        lost.serve(&core);
-        Ok(Self { core, lost, rank, size })
+        let own = Own::new(join::join(config)?);
+        Ok(Self { own, rank, size })
     }
 
     /// Return this rank.
@@ -198,12 +197,12 @@ impl Communicator {
 
     /// Return the job's place among those that wait for a tree that others hold; `None` if it does not wait.
     pub fn queue_place(&self) -> Option<QueuePlace> {
-        self.lost.queue_place()
+        self.own.lost().queue_place()
     }
 
     /// Return what ends this communicator from another thread, while a call on it waits.
     pub fn canceller(&self) -> Canceller {
-        Canceller { lost: Arc::clone(&self.lost) }
+        Canceller { lost: Arc::clone(self.own.lost()) }
     }
 
     /// Say which path an operation would take, what each would cost, or why it is not possible.
@@ -227,7 +226,7 @@ impl Communicator {
     }
 
     fn lock(&self) -> MutexGuard<'_, Core> {
-        lock(&self.core)
+        self.own.lock()
     }
 }
 

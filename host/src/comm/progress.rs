@@ -13,6 +13,7 @@ use crate::endpoint::{self, Event, OpId};
 use crate::exec::{Buffers, Context, ExecError, Interrupt, execute};
 use crate::reference::Transfer;
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
@@ -129,19 +130,10 @@ impl Core {
         if now >= at {
             return Err(Error::Deadline { desc: OpDesc::barrier(), waited: limit });
         }
-        let mut wait = at - now;
-        if let Some(next) = next {
-            wait = wait.min(next);
+        match self.look_in_grace() {
+            ControlFlow::Break(()) => Err(self.loss()),
+            ControlFlow::Continue(look) => Ok(next.into_iter().chain(look).fold(at - now, Duration::min)),
         }
-        if let Some(since) = self.unsettled_since() {
-            // What a dead rank had contributed may still complete: that is on its way already, or never comes.
-            let left = GRACE.saturating_sub(since.elapsed());
-            if left.is_zero() {
-                return Err(self.loss());
-            }
-            wait = wait.min(left);
-        }
-        Ok(wait)
     }
 
     /// Return why the tree is at its end, if it is.
@@ -362,23 +354,22 @@ impl Interrupt for Along<'_> {
             // What it is to the others.
             return Err(ExecError::RankLost { rank });
         }
-        // A rank that has no connection yet can't be missed by its end: what is said is all there is. What a dead rank had
-        // sent may still complete the schedule for a while.
-        let since = self.core.unsettled_since();
-        if since.is_some_and(|since| since.elapsed() >= GRACE) {
-            let cause = self.core.loss();
-            match cause {
-                _ if self.core.parley.is_some() && self.core.ended.is_none() => self.change_view(&cause)?,
-                Error::RankLost { rank } => return Err(ExecError::RankLost { rank }),
-                _ => {}
-            }
-        }
         self.checked = Instant::now();
         let next = self.core.pump(None);
         let is_wanted = self.core.lost.repair_wanted() > self.core.view;
         let error = self.core.tree_error().or(is_wanted.then_some(Error::PathLost));
         if let Some(error) = error.filter(|_| self.core.tree.is_some()) {
             self.on_tree_error(error)?;
+        }
+        // A rank that has no connection yet can't be missed by its end: what is said is all there is.
+        if self.core.look_in_grace().is_break() {
+            let cause = self.core.loss();
+            match cause {
+                word if word.is_word_of_tree() => return Err(self.end(word)),
+                _ if self.core.parley.is_some() && self.core.ended.is_none() => self.change_view(&cause)?,
+                Error::RankLost { rank } => return Err(ExecError::RankLost { rank }),
+                _ => {}
+            }
         }
         let next = self.core.tree.as_ref().and_then(|tree| tree.look_after(next));
         self.wake_at = next.map(|next| Instant::now() + next);
@@ -398,6 +389,3 @@ const VERDICT: Duration = Duration::from_millis(500);
 
 /// How long a schedule may go on after it was cancelled.
 const CANCEL_LATENCY: Duration = Duration::from_millis(50);
-
-/// How long an operation goes on after a rank was lost.
-const GRACE: Duration = Duration::from_millis(250);

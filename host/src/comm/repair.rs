@@ -192,7 +192,7 @@ impl Core {
     pub(super) fn begin_call(&mut self, deadline: Deadline) -> Result<(), Error> {
         let (lost, epoch) = (Arc::clone(&self.lost), self.epoch);
         let (at, waited) = deadline;
-        let is_over = || lost.unsettled_since(epoch).is_some() || lost.is_cancelled();
+        let is_over = || lost.is_unsettled(epoch) || lost.is_cancelled();
         let turn = lost.offers.begin(at, is_over);
         self.calling = Some(lost.offers.begun() - 1);
         match turn {

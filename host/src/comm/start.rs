@@ -4,7 +4,6 @@
 use super::calls::{check, elements};
 use super::started::Owned;
 use super::{CallOptions, Communicator, Element, Error, Handle, Held};
-use std::sync::Arc;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 
@@ -87,7 +86,7 @@ impl Communicator {
         check(&desc)?;
         let output = output.map(|output| Box::new(output) as _);
         let id = self.lock().start(desc, Owned { memory: Box::new(memory), output }, options)?;
-        Ok(Handle::new(Arc::clone(&self.core), id))
+        Ok(Handle::new(self.own.clone(), id))
     }
 }
 

@@ -1,6 +1,6 @@
 //! A client's connection to a controller.
 
-use super::proto::{ClientReply, ClientRequest, JoinRefusal, JoinRequest, Membership, QueuePlace, StatusReport};
+use super::proto::{ClientReply, ClientRequest, JoinRefusal, JoinRequest, Membership, Over, QueuePlace, StatusReport};
 use std::io::ErrorKind;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -74,11 +74,13 @@ pub enum ClientError {
 }
 
 /// What a controller tells a rank by itself.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Notice {
     /// A rank of the job is gone without leaving.
     RankLost(Rank),
+    /// The job is over, as a rank of it says, maybe this one. Said before any [`Notice::RankLost`] that comes of it.
+    Over(Over),
     /// A rank of the job, maybe this one, says that its tree of that view is lost: ask for another one by
     /// [`Session::replan`].
     Repair {
@@ -227,6 +229,14 @@ impl Session {
         }
     }
 
+    /// Tell the controller that the job is over for all its ranks, which it tells the others ([`Notice::Over`]).
+    pub fn over(&self, over: Over) {
+        if let Err(error) = self.send(&ClientRequest::Over(over)) {
+            // The others have their own ways to find out, unless they come to it when this rank is gone.
+            tracing::debug!(%error, "controller can't be told of the job's end");
+        }
+    }
+
     /// Ask for another tree than that of view `view`, and wait until all ranks have, or until `deadline`. The
     /// membership is of view `view + 1`; its tree may be none again, for the reason that is there.
     ///
@@ -314,6 +324,7 @@ fn watch(
     while let Ok(reply) = reader.recv() {
         let notice = match reply {
             ClientReply::RankLost(rank) => Notice::RankLost(rank),
+            ClientReply::Over(over) => Notice::Over(over),
             ClientReply::Repair { view } => Notice::Repair { view },
             ClientReply::Offer { view } => Notice::Offer { view },
             ClientReply::MoveAt { view, call } => Notice::MoveAt { view, call },

@@ -351,6 +351,7 @@ fn serve_client(shared: &Shared, reader: &mut FrameReader<TcpStream>, stream: Tc
             Ok(ClientRequest::Decline { view, device, why }) => {
                 shared.lock().decline(&shared.config, (place.as_ref(), &client), view, (device, why));
             }
+            Ok(ClientRequest::Over(over)) => shared.lock().over(place.as_ref(), &client, &over),
             Ok(ClientRequest::Survivors) => shared.lock().survivors(place.as_ref(), &client),
             Err(StreamError::Closed) => break Ok(()),
             Err(error) => break Err(error),

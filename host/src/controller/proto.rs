@@ -10,6 +10,7 @@ use std::net::SocketAddr;
 use std::str::FromStr;
 use sumac_hal::ctrl::{Bus, DeviceCapabilities, Name, Order, SharedLink, Stats, TimersConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank};
+use sumac_hal::op::OpDesc;
 use sumac_hal::port::Addr;
 use thiserror::Error;
 
@@ -61,6 +62,27 @@ pub enum ClientRequest {
         device: Option<String>,
         /// The reason.
         why: String,
+    },
+    /// The job is over for this rank, and for all others that hear of it, by this. The first of a job counts.
+    Over(Over),
+}
+
+/// What ends a job at all its ranks though none has died: those that come to it late can't hear of it from ranks that
+/// are gone, nor from devices that have forgotten them.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Over {
+    /// Ranks called different things.
+    Mismatch {
+        /// One.
+        first: OpDesc,
+        /// Another.
+        other: OpDesc,
+    },
+    /// Ranks did not come to an operation within its limit.
+    Stragglers {
+        /// Who, in order of rank.
+        missing: Vec<Rank>,
     },
 }
 
@@ -212,6 +234,8 @@ pub enum ClientReply {
     Status(StatusReport),
     /// By itself: a rank of the job is gone without leaving.
     RankLost(Rank),
+    /// By itself: the job is over, as a rank says; whoever said so may be lost from then on.
+    Over(Over),
     /// By itself: a rank of the job says that its tree of that view is lost.
     Repair {
         /// The view.

@@ -68,6 +68,8 @@ struct Job {
     view: u32,
     /// Whether its ranks were told that the tree of this view is lost.
     suspected: bool,
+    /// Whether its ranks were told that the job is over.
+    is_over: bool,
     /// The ranks that wait for another tree than this view's.
     waiting: BTreeSet<Rank>,
     /// The devices of the last tree that was lost: they are not asked for the next one. One that restarts is another.
@@ -106,6 +108,7 @@ impl Job {
             mesh_token: random_u64(),
             view: 0,
             suspected: false,
+            is_over: false,
             waiting: BTreeSet::new(),
             lost: Vec::new(),
             offer: None,

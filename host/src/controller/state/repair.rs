@@ -18,7 +18,7 @@
 use super::{Client, Draft, Job, State};
 use crate::controller::ControllerConfig;
 use crate::controller::device::DeviceSession;
-use crate::controller::proto::ClientReply;
+use crate::controller::proto::{ClientReply, Over};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use sumac_hal::ids::Rank;
@@ -37,6 +37,17 @@ impl State {
         tracing::warn!(job = name, %rank, view, "tree is lost, as a rank says");
         job.suspected = true;
         job.tell(&ClientReply::Repair { view });
+    }
+
+    /// The job is over, as a rank says: tell all ranks, once.
+    pub(in crate::controller) fn over(&mut self, place: Option<&(String, Rank)>, client: &Arc<Client>, over: &Over) {
+        let Some((name, rank)) = place else { return };
+        let Some(job) = self.jobs.get_mut(name).filter(|job| job.has(*rank, client)) else { return };
+        if job.placement.is_none() || std::mem::replace(&mut job.is_over, true) {
+            return;
+        }
+        tracing::warn!(job = name, %rank, ?over, "job is over, as a rank says");
+        job.tell(&ClientReply::Over(over.clone()));
     }
 
     /// A rank wants another tree than that of a view; the last one to want it moves the job. Returns what is to be carried
