@@ -188,15 +188,16 @@ EXAMPLES
 
 JSON
   One object a row: collective dtype op ranks size_bytes count algo path attach time_us p99_us algbw_gbytes_s
-  busbw_gbytes_s wrong wire_bytes cpu_us retransmits repaired. wire_bytes and cpu_us are the most of any rank, per
-  operation; wrong and retransmits are sums over ranks and iterations; op is null where nothing combines, dtype too of a
+  busbw_gbytes_s wrong wire_bytes cpu_us retransmits repaired repair_bytes slowest_rank late_us. wire_bytes and cpu_us
+  are the most of any rank, per operation; repair_bytes is the most that a rank sent to others to repair; wrong and retransmits are sums over ranks and iterations; op is null where nothing combines, dtype too of a
   barrier. attach is how ranks reach the tree, shm, udp or mixed; host on other paths. With --explain: operation
   requested overridden chosen attach candidates[{path cost_us ruled_out}]; attach is null where there is no tree.
 
 FAULTS
   kill-device, restart-device and cut-link take rank 0's leaf device, or the link to it, out of the tree: the ranks
-  complete what was on its way among themselves, and repaired is true; in rows by a schedule, that is the next
-  barrier. Lost packets are noticed after 5 s. A killed controller is missed by no operation. A killed rank ends the
+  complete what was on its way among themselves, and repaired is true; in rows by a schedule, that may be the next
+  barrier. A dead device is noticed by what it shared or, a second later, by its connection to the controller; a cut
+  link, where only packets are lost, after 5 s. A killed controller is missed by no operation. A killed rank ends the
   run: the others say who it was.
 
 EXIT STATUS

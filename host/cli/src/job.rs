@@ -180,6 +180,12 @@ pub(crate) struct Measured {
     pub(crate) retransmits: u64,
     /// The call that was repaired, the last one if there were several.
     pub(crate) repair: Option<Repair>,
+    /// How often something was repaired, be it in a call or between two.
+    pub(crate) repairs: u32,
+    /// How long that took, in nanoseconds.
+    pub(crate) repairs_ns: u64,
+    /// Bytes sent to other ranks for it.
+    pub(crate) repair_bytes: u64,
     /// The rank that came latest to a measured operation, and how many microseconds after the first.
     pub(crate) slowest: Option<(u32, u32)>,
 }

@@ -99,12 +99,20 @@ impl Bench<'_> {
             cpu_ns: 0,
             retransmits: 0,
             repair: None,
+            repairs: 0,
+            repairs_ns: 0,
+            repair_bytes: 0,
             slowest: None,
         };
+        let before = self.communicator.repairs();
         let outcome = match self.check {
             Check::Every => self.each_checked(&mut workload, &options, &mut sum),
             Check::Ends => self.back_to_back(&mut workload, &options, &mut sum),
         };
+        let after = self.communicator.repairs();
+        sum.repairs = after.count - before.count;
+        sum.repairs_ns = nanos(after.time - before.time);
+        sum.repair_bytes = after.bytes - before.bytes;
         self.workload = Some((desc, workload));
         match outcome {
             Ok(()) => Ok(Report::Measured(sum)),

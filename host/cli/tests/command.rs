@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Output, Stdio};
 
-const PERF_KEYS: [&str; 20] = [
+const PERF_KEYS: [&str; 21] = [
     "collective",
     "dtype",
     "op",
@@ -28,6 +28,7 @@ const PERF_KEYS: [&str; 20] = [
     "cpu_us",
     "retransmits",
     "repaired",
+    "repair_bytes",
     "slowest_rank",
     "late_us",
 ];

@@ -65,6 +65,9 @@ fn repaired_as_told(args: &str, done: &str) -> (Vec<Value>, Vec<String>) {
     let output = faulted(args);
     let rows = rows(&output);
     assert!(rows.iter().all(|row| row["repaired"] == true), "{rows:?}");
+    // What each rank holds suffices to make good what the others lack.
+    let bytes = |row: &Value, key: &str| row[key].as_u64().expect("a number");
+    assert!(rows.iter().all(|row| bytes(row, "repair_bytes") <= 2 * bytes(row, "size_bytes")), "{rows:?}");
     let told = lines_with(&output, done);
     assert_eq!(told.len(), rows.len(), "{}", stderr(&output));
     assert!(told.iter().all(|line| line.contains("noticed and repaired in ")), "{told:?}");
@@ -76,10 +79,9 @@ fn a_killed_device_is_got_over_in_every_row() {
     let args = "-b 8 -e 4M -f 524288 -n 6 -w 2 --algo tree,ring --fault kill-device";
     let (rows, told) = repaired_as_told(args, "device leaf0 killed in");
     assert_eq!(rows.len(), 4);
-    // By ring only barriers are in the tree, and the next one comes behind the iteration that was hit.
-    let in_barriers: Vec<_> = told.iter().filter(|line| line.contains("by the barrier")).collect();
-    assert!(!in_barriers.is_empty(), "{told:?}");
-    assert!(in_barriers.iter().all(|line| line.ends_with("next to iteration 4")), "{in_barriers:?}");
+    // By ring only barriers are in the tree: then it is the iteration that was hit, the barrier behind it, or in between.
+    let when = ["which iteration 4 took longer than the median", "next to iteration 4", "while no rank was in a call"];
+    assert!(told.iter().all(|line| when.iter().any(|when| line.ends_with(when))), "{told:?}");
     // Nobody else takes over: the other leaf was of the same tree.
     assert!(rows.iter().all(|row| row["path"] != "tree"), "{rows:?}");
 }

@@ -167,9 +167,11 @@ impl Core {
             Err(error) => (0, Err(error)),
         };
         let completed_below = first_above(cut);
-        let (took_ms, repair_bytes) = (began.elapsed().as_millis() as u64, self.repaired_bytes - sent_before);
+        let (took, repair_bytes) = (began.elapsed(), self.repaired_bytes - sent_before);
+        let took_ms = took.as_millis() as u64;
         match result {
             Ok(found) => {
+                self.repaired = (self.repaired.0 + 1, self.repaired.1 + took);
                 self.install(found);
                 let on = self.tree.as_ref().map_or("schedules", |_| "another tree");
                 tracing::warn!(job, rank, view, repair_bytes, took_ms, on, "repaired");

@@ -22,7 +22,7 @@ use crate::exec::{Buffers, ExecError, JobToken, Mesh};
 use crate::reference::{Buffer as RegisteredBuffer, RegisterError, Transfer};
 use crate::repair::Landed;
 use std::collections::{BTreeMap, VecDeque};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
@@ -76,6 +76,8 @@ pub(super) struct Core {
     pub(super) landed: Landed,
     /// What was sent between ranks to repair.
     pub(super) repaired_bytes: u64,
+    /// How often that went well, and how long it took.
+    pub(super) repaired: (u32, Duration),
     /// What had been sent over `calls` when they were put to work.
     pub(super) called_bytes: u64,
     pub(super) session: Option<Session>,
@@ -137,6 +139,7 @@ impl Core {
             scheduling: None,
             landed: Landed::default(),
             repaired_bytes: 0,
+            repaired: (0, Duration::ZERO),
             called_bytes: 0,
             session: Some(session),
             lost,

@@ -161,6 +161,18 @@ pub struct Outcome {
     pub missing: RankMask,
 }
 
+/// What a communicator has repaired.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Repairs {
+    /// How many times a lost tree was made good.
+    pub count: u32,
+    /// How long that took altogether, from when this rank took part.
+    pub time: Duration,
+    /// Bytes that this rank sent to others for it, attempts that came to nothing included.
+    pub bytes: u64,
+}
+
 /// A member of a job. Dropping it without [`Communicator::leave`] tells the other ranks that this one is lost.
 #[derive(Debug)]
 pub struct Communicator {
@@ -198,6 +210,12 @@ impl Communicator {
     /// Return the job's place among those that wait for a tree that others hold; `None` if it does not wait.
     pub fn queue_place(&self) -> Option<QueuePlace> {
         self.own.lost().queue_place()
+    }
+
+    /// Return how much was repaired so far: in calls, whose [`Outcome::repaired`] says so, and between them.
+    pub fn repairs(&self) -> Repairs {
+        let core = self.lock();
+        Repairs { count: core.repaired.0, time: core.repaired.1, bytes: core.repaired_bytes }
     }
 
     /// Return what ends this communicator from another thread, while a call on it waits.

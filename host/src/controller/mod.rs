@@ -393,7 +393,9 @@ fn carry_out(shared: &Shared, mut draft: Option<Draft>) {
 fn attend(shared: &Arc<Shared>) {
     let mut state = shared.lock();
     while !shared.stopping() {
-        let due = state.expire_waits(&shared.config, Instant::now());
+        let now = Instant::now();
+        let waits = state.expire_waits(&shared.config, now);
+        let due = waits.into_iter().chain(state.expire_absent(now)).min();
         if let Some(draft) = state.ready.pop_front() {
             drop(state);
             carry_out_aside(shared, draft);

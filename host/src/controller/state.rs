@@ -3,12 +3,16 @@
 //! Nothing here waits for a device: what has to be asked of one is returned as a [`Draft`], for the caller to carry out
 //! when the state is unlocked, and to bring back by [`State::settle`]. Its place in the books is taken meanwhile.
 
+mod absence;
 mod lease;
 mod offer;
 mod place;
 mod repair;
 mod report;
 mod wait;
+
+#[cfg(test)]
+pub(super) use absence::ABSENCE;
 
 pub(super) use place::Draft;
 
@@ -189,6 +193,8 @@ pub(super) struct State {
     crowded: BTreeMap<DeviceKey, u32>,
     /// Devices that did not answer when a tree was to be made: jobs may do without them meanwhile.
     silent: BTreeSet<DeviceKey>,
+    /// Devices whose connection has ended, and when their trees are lost for that.
+    absent: BTreeMap<DeviceKey, Instant>,
 }
 
 /// The next group and its epoch, as one number: the epoch's term above the group. It counts groups, from a place that
@@ -226,6 +232,7 @@ impl State {
             wake,
             crowded: BTreeMap::new(),
             silent: BTreeSet::new(),
+            absent: BTreeMap::new(),
         }
     }
 
@@ -237,6 +244,7 @@ impl State {
         }
         self.books.open(session.key(), session.room());
         self.devices.insert(name, Arc::clone(session));
+        self.note_present(&session.key(), Instant::now());
         self.reconsider(config);
         true
     }
@@ -245,6 +253,7 @@ impl State {
         if self.devices.get(session.name()).is_some_and(|known| Arc::ptr_eq(known, session)) {
             self.devices.remove(session.name());
             self.books.close(&session.key());
+            self.note_absent(session.key(), Instant::now());
             self.reconsider(config);
         }
     }

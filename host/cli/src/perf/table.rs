@@ -45,8 +45,10 @@ pub(crate) struct Row {
     pub(crate) cpu_us: f64,
     /// Contributions sent again, over all iterations and ranks.
     pub(crate) retransmits: u64,
-    /// Whether any operation was repaired, or a barrier next to one.
+    /// Whether anything was repaired: an operation, a barrier next to one, or what was between them.
     pub(crate) repaired: bool,
+    /// Bytes sent for that by the rank that sent the most.
+    pub(crate) repair_bytes: u64,
     /// The rank that came latest to an operation, as the tree saw it; null by schedules.
     pub(crate) slowest_rank: Option<u32>,
     /// How long after the first.
@@ -78,7 +80,8 @@ impl Row {
             wire_bytes: figures.wire_bytes,
             cpu_us: thousandths(figures.cpu_ns / 1e3),
             retransmits: ranks.iter().map(|rank| rank.retransmits).sum(),
-            repaired: ranks.iter().any(|rank| rank.repair.is_some()),
+            repaired: ranks.iter().any(|rank| rank.repairs > 0),
+            repair_bytes: ranks.iter().map(|rank| rank.repair_bytes).max().unwrap_or(0),
             slowest_rank: slowest.map(|(rank, _)| rank),
             late_us: slowest.map(|(_, late_us)| late_us),
         }
@@ -157,6 +160,9 @@ mod tests {
             cpu_ns: 9000,
             retransmits: 1,
             repair: None,
+            repairs: 0,
+            repairs_ns: 0,
+            repair_bytes: 0,
             slowest: Some((3, 70)),
         }
     }
@@ -179,7 +185,7 @@ mod tests {
             "{\"collective\":\"all_reduce\",\"dtype\":\"f32\",\"op\":\"sum\",\"ranks\":4,\"size_bytes\":1048576,\
              \"count\":262144,\"algo\":\"tree\",\"path\":\"tree\",\"attach\":\"shm\",\"time_us\":262.144,\"p99_us\":1048.576,\
              \"algbw_gbytes_s\":4.0,\"busbw_gbytes_s\":6.0,\"wrong\":2,\"wire_bytes\":2000,\"cpu_us\":3.0,\
-             \"retransmits\":4,\"repaired\":false,\"slowest_rank\":1,\"late_us\":90}"
+             \"retransmits\":4,\"repaired\":false,\"repair_bytes\":0,\"slowest_rank\":1,\"late_us\":90}"
         );
     }
 

@@ -1,10 +1,12 @@
 //! Jobs whose tree is lost: who is told, what they get instead, and when not.
 
-use super::super::proto::{ClientReply, ClientRequest, StatusReport};
+use super::super::proto::{ClientReply, ClientRequest, Over, StatusReport};
+use super::super::state::ABSENCE;
 use super::super::{ClientError, Notice};
 use super::*;
 use std::time::Instant;
 use sumac_hal::ids::Epoch;
+use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 
 /// Longer than anything here takes, and shorter than a controller waits for a device.
 pub(super) const SOON: Duration = Duration::from_secs(4);
@@ -237,6 +239,7 @@ fn a_device_that_restarted_is_taken_again() {
         let (mut ranks, before) = begin(&controller, 2, pinned);
         end(first, &controller);
         let second = Device::start(&controller, "leaf0", None, None);
+        ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), ClientReply::Repair { view: 0 }));
         let after = replan(&mut ranks, 0);
         assert_eq!(of(&after[0]).leaf, "leaf0");
         assert_eq!(second.group().group, of(&after[0]).group);
@@ -471,4 +474,66 @@ fn a_controller_that_is_gone_ends_the_wait() {
     serving.join().expect("as scripted");
     // Nobody hears it, and nobody needs to.
     session.suspect(3);
+}
+
+/// A connection that breaks is no death: a device that is back in the same life has its groups.
+#[test]
+fn a_device_that_stays_away_or_comes_in_another_life_has_lost_its_trees() {
+    for comes_back in [false, true] {
+        let controller = controller();
+        let life = announce("leaf0", 1, None);
+        let device = Device::serve(&controller, life.clone(), |_| Reply::Yes);
+        let mut ranks: Vec<_> = (0..2).map(|rank| Raw::join(&controller, rank, 2, &[])).collect();
+        ranks.iter_mut().for_each(|rank| assert!(rank.joined().tree.is_ok()));
+        hang_up(&device.stream);
+        until_devices(&controller, 0);
+        let back = Device::serve(&controller, life, |_| Reply::Yes);
+        until_devices(&controller, 1);
+        let much_later = || Instant::now() + 2 * ABSENCE;
+        assert_eq!(controller.shared.lock().expire_absent(much_later()), None);
+        for rank in &mut ranks {
+            rank.say(ClientRequest::Status);
+            assert!(matches!(rank.hear(), ClientReply::Status(_)));
+        }
+        hang_up(&back.stream);
+        until_devices(&controller, 0);
+        let _next = comes_back.then(|| Device::start(&controller, "leaf0", None, None));
+        let now = if comes_back { Instant::now() } else { much_later() };
+        controller.shared.lock().expire_absent(now);
+        for rank in &mut ranks {
+            assert_eq!(rank.hear(), ClientReply::Repair { view: 0 });
+            rank.say(ClientRequest::Status);
+            assert!(matches!(rank.hear(), ClientReply::Status(_)), "it is said once");
+        }
+    }
+}
+
+/// Wait until so many devices are connected.
+fn until_devices(controller: &Controller, count: usize) {
+    while status(controller.local_addr()).expect("a report").devices.len() != count {
+        thread::yield_now();
+    }
+}
+
+/// A rank that comes to a mismatch when the others are gone hears why they are.
+#[test]
+fn all_other_ranks_are_told_once_why_a_job_is_over_and_before_they_hear_of_deaths() {
+    let controller = controller();
+    let mut early = Raw::join(&controller, 0, 3, &[]);
+    let desc = |count| OpDesc::all_reduce(Dtype::I64, ReduceOp::Sum, count);
+    let over = |count| Over::Mismatch { first: desc(count), other: desc(count + 1) };
+    // Before it has begun, nothing is over.
+    early.say(ClientRequest::Over(over(1)));
+    let mut ranks = vec![early, Raw::join(&controller, 1, 3, &[]), Raw::join(&controller, 2, 3, &[])];
+    ranks.iter_mut().for_each(|rank| drop(rank.joined()));
+    ranks[0].say(ClientRequest::Over(over(2)));
+    ranks[..2].iter_mut().for_each(|rank| assert_eq!(rank.hear(), ClientReply::Over(over(2))));
+    ranks[1].say(ClientRequest::Over(over(3)));
+    ranks[1].report();
+    let mut late = ranks.pop().expect("three");
+    drop(ranks);
+    assert_eq!(late.hear(), ClientReply::Over(over(2)));
+    let mut lost = [late.hear(), late.hear()];
+    lost.sort_by_key(|reply| format!("{reply:?}"));
+    assert_eq!(lost, [0, 1].map(|rank| ClientReply::RankLost(Rank(rank))));
 }

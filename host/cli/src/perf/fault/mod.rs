@@ -279,6 +279,8 @@ fn consequence(ranks: &[Measured], hurt_in: u32) -> String {
     } else if let Some(repair) = repairs().max_by_key(|repair| repair.time_ns) {
         let (iteration, time_ms) = (repair.iteration + 1, repair.time_ns as f64 / 1e6);
         format!("noticed and repaired in {time_ms:.3} ms, by the barrier next to iteration {iteration}")
+    } else if let Some(ns) = ranks.iter().filter(|rank| rank.repairs > 0).map(|rank| rank.repairs_ns).max() {
+        format!("noticed and repaired in {:.3} ms, while no rank was in a call", ns as f64 / 1e6)
     } else {
         let (time_ms, median_ms) = (time_ns(hurt_in) / 1e6, median_ns / 1e6);
         format!("nothing was repaired; the iteration took {time_ms:.3} ms, the median is {median_ms:.3} ms")
@@ -301,6 +303,9 @@ mod tests {
             cpu_ns,
             retransmits,
             repair,
+            repairs: 0,
+            repairs_ns: 0,
+            repair_bytes: 0,
             slowest: None,
         }
     }
@@ -329,6 +334,9 @@ mod tests {
         assert!(said.contains("repaired in less than 7.000 ms"), "{said}");
         let said = consequence(&[measured(usual, Some(in_barrier)), measured(usual, None)], 1);
         assert!(said.contains("repaired in 4.000 ms, by the barrier next to iteration 2"), "{said}");
+        let between = Measured { repairs: 1, repairs_ns: 3_000_000, ..measured(usual, None) };
+        let said = consequence(&[measured(usual, None), between], 1);
+        assert!(said.contains("repaired in 3.000 ms, while no rank was in a call"), "{said}");
         let said = consequence(&[measured([1_000_000, 1_500_000, 1_000_000], None)], 1);
         assert!(said.contains("took 1.500 ms, the median is 1.000 ms"), "{said}");
     }

@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""Run all test programs of the workspace, a few side by side, then the documentation's examples.
+
+Usage: tests/side_by_side.py [JOBS]
+
+`cargo test` runs one program after the other, and much of what these do is wait: for a device to be missed, for a lease
+to end. JOBS are as many as run at a time, by default one for each processor and at most four. What a program prints
+appears when it has ended, in one piece. All of them run, whatever fails.
+
+Exit status: 0 if all passed, 1 if something failed, 2 for wrong usage.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+# Longer than any program takes on a slow machine.
+LIMIT_S = 1200
+
+
+def programs():
+    """Build all test programs; return each with the folder of its package, those that start processes first."""
+    command = ["cargo", "test", "--workspace", "--no-run", "--message-format=json-render-diagnostics"]
+    built = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if built.returncode != 0:
+        sys.exit(1)
+    found = []
+    for line in built.stdout.splitlines():
+        message = json.loads(line)
+        if message["reason"] == "compiler-artifact" and message["profile"]["test"] and message["executable"]:
+            found.append((Path(message["executable"]), Path(message["manifest_path"]).parent))
+    # What takes longest must not begin last.
+    return sorted(found, key=lambda program: (program[1].name != "cli", program[1].name != "tests", program[0].name))
+
+
+def run(program, folder):
+    """Run a test program as cargo does; return its exit status, what it printed and how long it took."""
+    began = time.monotonic()
+    environment = dict(os.environ, CARGO_MANIFEST_DIR=str(folder))
+    try:
+        ran = subprocess.run(
+            [program], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S,
+        )
+        status, output = ran.returncode, ran.stdout
+    except subprocess.TimeoutExpired as late:
+        status, output = f"none in {LIMIT_S} s", late.stdout or b""
+    return status, output.decode(errors="replace"), time.monotonic() - began
+
+
+def main():
+    arguments = sys.argv[1:]
+    if len(arguments) > 1 or not all(argument.isdigit() and int(argument) > 0 for argument in arguments):
+        print(__doc__.split("\n\n")[1], file=sys.stderr)
+        sys.exit(2)
+    jobs = int(arguments[0]) if arguments else min(os.cpu_count() or 1, 4)
+    failed = []
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(run, *program): program for program in programs()}
+        for ended in as_completed(running):
+            program, (status, output, seconds) = running[ended][0], ended.result()
+            print(f"\n     Ran {program.name} in {seconds:.1f} s\n{output}", flush=True)
+            if status != 0:
+                failed.append(f"{program.name} (exit status {status})")
+    if subprocess.run(["cargo", "test", "--workspace", "--doc"]).returncode != 0:
+        failed.append("the documentation's examples")
+    for name in failed:
+        print(f"failed: {name}")
+    sys.exit(1 if failed else 0)
+
+
+main()
