@@ -162,10 +162,13 @@ impl Core {
         }
     }
 
-    /// Return memory for operations: registered with the leaf device if there is one that takes it.
+    /// Return memory for operations: registered with the leaf device if there is one that takes it. That a communicator is
+    /// at its end is for its next call to say.
     pub(super) fn alloc<T: Element>(&mut self, len: usize) -> Result<RegisteredBuffer<T>, Error> {
-        self.usable()?;
-        let Some(Tree::Reference(driver)) = &mut self.tree else { return Ok(RegisteredBuffer::plain(len)) };
+        let goes_on = self.ended.is_none() && !self.lost.is_cancelled();
+        let Some(Tree::Reference(driver)) = self.tree.as_mut().filter(|_| goes_on) else {
+            return Ok(RegisteredBuffer::plain(len));
+        };
         match driver.alloc(len) {
             // The next operation finds that too, and is repaired: without the device, memory is memory.
             Err(RegisterError::Gone) if self.config.repair => Ok(RegisteredBuffer::plain(len)),
