@@ -4,6 +4,7 @@ use crate::control::{Control, ControlError, REDIAL};
 use crate::options::{BoardOptions, OptionsError};
 use crate::stack::{Stack, TX_PACKETS};
 use core::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
+use core::num::NonZeroU32;
 use core::time::Duration;
 use smoltcp::phy::{Checksum, Device, DeviceCapabilities, Medium, RxToken, TxToken};
 use smoltcp::socket::tcp;
@@ -16,13 +17,15 @@ use std::rc::Rc;
 use std::vec;
 use std::vec::Vec;
 use sumac_hal::ctrl::{
-    Announce, DeviceCapabilities as Capabilities, Envelope, FRAME_HEADER_LEN, Greeting, Request, Response, decode,
-    encode, frame_len,
+    Announce, ChildMask, DeviceCapabilities as Capabilities, Envelope, FRAME_HEADER_LEN, Greeting, GroupConfig, NoBus,
+    Order, Refusal, Request, Response, SharedLink, decode, encode, frame_len,
 };
-use sumac_hal::ids::{BootId, TreeId};
+use sumac_hal::ids::{BootId, ChildIndex, Epoch, GroupId, TreeId};
+use sumac_hal::key::GroupSecret;
 use sumac_hal::port::conformance::{Testbed, run};
 use sumac_hal::port::{Addr, Port};
 use sumac_hal::time::Instant;
+use sumac_hal::uplink::HopTimers;
 
 const ROUTER: EthernetAddress = EthernetAddress([2, 0, 0, 0, 0xff, 0xff]);
 const PORT: u16 = 7000;
@@ -349,6 +352,45 @@ fn a_board_greets_and_answers_in_order() {
         assert_eq!(bed.receive::<Envelope<Response>>(), Envelope { id, message });
     }
     assert_eq!(bed.asked, [remove]);
+}
+
+/// No packet for a multicast group gets into an emulated machine or out of it. There is no bus either.
+#[test]
+fn a_group_has_no_shared_address_and_nobody_by_reference_here() {
+    let mut bed = Controlled::new();
+    bed.receive::<Greeting>();
+    let addr = Addr::Udp(SocketAddr::from((Ipv4Addr::new(239, 255, 0, 1), PORT)));
+    let asked = GroupConfig { shared: Some(addr), parent_shared: Some(SharedLink { addr, key: 3 }), ..group() };
+    let mut by_reference = ChildMask::EMPTY;
+    by_reference.insert(ChildIndex(0));
+    bed.send(&request(1, Request::CreateGroup(asked)));
+    bed.send(&request(2, Request::CreateGroup(GroupConfig { by_reference, ..group() })));
+    let refused = Response::Refused(Refusal::NoBus(NoBus::None));
+    for (id, message) in [(1, Response::Done), (2, refused)] {
+        assert_eq!(bed.receive::<Envelope<Response>>(), Envelope { id, message });
+    }
+    assert_eq!(bed.asked, [Request::CreateGroup(group())]);
+    assert!(!bed.board.join(addr), "the port says so too");
+}
+
+fn group() -> GroupConfig {
+    GroupConfig {
+        group: GroupId(1),
+        tree: TreeId(1),
+        epoch: Epoch { term: 1, counter: 1 },
+        order: Order::Arrival,
+        secret: GroupSecret([0; 16]),
+        parent_key: 0,
+        shared: None,
+        parent_shared: None,
+        window_max: 2,
+        slots: 8,
+        chunk_len_bytes: 64,
+        ranks: NonZeroU32::MIN,
+        lease_ms: 1_000,
+        timers: HopTimers::DEFAULT.into(),
+        by_reference: ChildMask::EMPTY,
+    }
 }
 
 #[test]

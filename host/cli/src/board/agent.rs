@@ -1,6 +1,6 @@
 //! Building the agent for the Arm Linux of a BlueField-class card: a static program.
 
-use super::build::{BuildOptions, DEBIAN_RUSTC, Toolchain, has_rustup_target, source_with};
+use super::build::{BuildOptions, DEBIAN_RUSTC, Toolchain, has_debian_source, has_rustup_target, source_with};
 use crate::exit::Failure;
 use anyhow::{Context, anyhow, bail};
 use std::path::{Path, PathBuf};
@@ -11,11 +11,12 @@ const PROGRAM: &str = "sumac-agent";
 
 /// rustup's target, which brings the C library with it.
 const MUSL: &str = "aarch64-unknown-linux-musl";
-/// Debian's, whose C library is linked in.
+/// Debian's, whose C library is linked in. The standard library for it is built from Debian's source: as a package it is
+/// one of a foreign architecture, which a machine would first have to be told of.
 const GNU: &str = "aarch64-unknown-linux-gnu";
-/// Where Debian has the standard library for it (libstd-rust-web-dev:arm64).
-const DEBIAN_LIBRARY: &str = "/usr/lib/rustlib/aarch64-unknown-linux-gnu/lib";
 const DEBIAN_LINKER: &str = "aarch64-linux-gnu-gcc";
+/// The C library that is linked in.
+const DEBIAN_C_LIBRARY: &str = "libc.a";
 
 /// Build the agent and return where it is.
 ///
@@ -29,7 +30,8 @@ pub(crate) fn build_agent(options: &BuildOptions) -> Result<PathBuf, Failure> {
     cargo.current_dir(source.join(FOLDER)).args(["build", "--release", "--locked", "--bin", PROGRAM]);
     cargo.args(["--target", target]).arg("--target-dir").arg(&folder);
     if target == GNU {
-        cargo.env("RUSTC", DEBIAN_RUSTC);
+        // build-std is unstable; RUSTC_BOOTSTRAP switches it on in a released compiler.
+        cargo.arg("-Zbuild-std=std").env("RUSTC", DEBIAN_RUSTC).env("RUSTC_BOOTSTRAP", "1");
     }
     let status = cargo.status().context("can't start cargo").map_err(Failure::Run)?;
     if !status.success() {
@@ -43,13 +45,17 @@ fn choose(wanted: Toolchain) -> anyhow::Result<&'static str> {
     if wanted != Toolchain::Debian && has_rustup_target(MUSL) {
         return Ok(MUSL);
     }
-    let links = || Command::new(DEBIAN_LINKER).arg("--version").output().is_ok_and(|output| output.status.success());
-    if wanted != Toolchain::Rustup && Path::new(DEBIAN_LIBRARY).is_dir() && links() {
+    if wanted != Toolchain::Rustup && has_debian_source() && has_debian_c_library() {
         return Ok(GNU);
     }
     bail!(
-        "no standard library for aarch64 Linux: run 'rustup target add {MUSL}', or, on Debian, 'dpkg \
-         --add-architecture arm64' and 'apt-get install --no-remove rustc-web libstd-rust-web-dev:arm64 \
-         gcc-aarch64-linux-gnu libc6-dev-arm64-cross'"
+        "no standard library for aarch64 Linux: run 'rustup target add {MUSL}', or, on Debian, 'apt-get install \
+         --no-remove rustc-web rust-web-src gcc-aarch64-linux-gnu libc6-dev-arm64-cross'"
     )
+}
+
+/// The linker tells where the library is, or its name alone if it finds none.
+fn has_debian_c_library() -> bool {
+    let found = Command::new(DEBIAN_LINKER).arg(format!("-print-file-name={DEBIAN_C_LIBRARY}")).output();
+    found.is_ok_and(|found| Path::new(String::from_utf8_lossy(&found.stdout).trim()).is_absolute())
 }

@@ -36,14 +36,14 @@ impl BareBoard {
     }
 }
 
-/// Where `core` for the board comes from.
+/// Where the standard library for the board comes from: `core`, or all of it for the agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Toolchain {
     /// rustup's, if it has the target or can get it, else Debian's
     Auto,
     /// rustup's compiler, with the target that it downloads
     Rustup,
-    /// Debian's rustc-web, which builds `core` from rust-web-src
+    /// Debian's rustc-web, which builds the library from rust-web-src
     Debian,
 }
 
@@ -53,7 +53,7 @@ pub(crate) struct BuildOptions {
     /// The sources: a checkout of Sumac [default: the one that this folder is in]
     #[arg(long, value_name = "FOLDER")]
     pub(crate) source: Option<PathBuf>,
-    /// Where `core` for the board's processor comes from
+    /// Where the standard library for the board's processor comes from
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub(crate) toolchain: Toolchain,
     /// Features of the board's crate, comma-separated
@@ -162,7 +162,7 @@ fn choose(wanted: Toolchain, target: &str) -> anyhow::Result<Toolchain> {
     if wanted != Toolchain::Debian && has_rustup_target(target) {
         return Ok(Toolchain::Rustup);
     }
-    if wanted != Toolchain::Rustup && has_debian_source() {
+    if wanted != Toolchain::Rustup && has_debian_source() && has_debian_linker() {
         return Ok(Toolchain::Debian);
     }
     bail!(
@@ -185,13 +185,16 @@ pub(super) fn has_rustup_target(target: &str) -> bool {
     add.is_ok_and(|added| added.status.success()) && installed()
 }
 
-fn has_debian_source() -> bool {
+pub(super) fn has_debian_source() -> bool {
     let version = Command::new(DEBIAN_RUSTC).arg("--version").output();
     let version = version.ok().map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
     let release = version.as_deref().and_then(|text| text.split_whitespace().nth(1));
     let source = fs::canonicalize(DEBIAN_SOURCE).ok();
-    let fits = release.zip(source).is_some_and(|(release, source)| source.ends_with(format!("rustc-{release}")));
-    fits && Command::new("ld.lld").arg("--version").output().is_ok_and(|output| output.status.success())
+    release.zip(source).is_some_and(|(release, source)| source.ends_with(format!("rustc-{release}")))
+}
+
+fn has_debian_linker() -> bool {
+    Command::new("ld.lld").arg("--version").output().is_ok_and(|output| output.status.success())
 }
 
 /// What an image holds, in the words of `link.ld`.
