@@ -238,12 +238,15 @@ fn a_rank_that_dies_is_named_to_the_others() {
 fn testing_ends_when_a_rank_dies() {
     let cluster = Cluster::start(1, 2);
     for (job, attach) in [("packets", by_packets as fn(&mut JoinConfig)), ("reference", plain)] {
+        let has_begun = std::sync::Barrier::new(2);
         let errors = cluster.run(job, 2, attach, |comm| {
             comm.barrier().expect("all are there");
             if comm.rank() == 1 {
+                has_begun.wait();
                 return None;
             }
             let mut handle = comm.start_all_reduce(vec![0_f32; 100_000], ReduceOp::Sum).expect("started");
+            has_begun.wait();
             let begun = std::time::Instant::now();
             while !handle.test() {
                 assert!(begun.elapsed() < Duration::from_secs(20), "nobody says so");
