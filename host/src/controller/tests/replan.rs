@@ -524,6 +524,7 @@ fn all_other_ranks_are_told_once_why_a_job_is_over_and_before_they_hear_of_death
     let over = |count| Over::Mismatch { first: desc(count), other: desc(count + 1) };
     // Before it has begun, nothing is over.
     early.say(ClientRequest::Over(over(1)));
+    early.report();
     let mut ranks = vec![early, Raw::join(&controller, 1, 3, &[]), Raw::join(&controller, 2, 3, &[])];
     ranks.iter_mut().for_each(|rank| drop(rank.joined()));
     ranks[0].say(ClientRequest::Over(over(2)));
