@@ -8,21 +8,25 @@ mod offer;
 mod place;
 mod repair;
 mod report;
+mod serve;
 mod wait;
 
+#[cfg(feature = "snapshot")]
+pub(super) use lease::Renewing;
 pub(super) use place::Draft;
+pub(super) use serve::Served;
 
 use super::ControllerConfig;
-use super::admit::{Devices, Placement, random_u64};
+use super::admit::{Devices, Placement};
 use super::books::{Books, DeviceKey};
 use super::device::DeviceSession;
-use super::hang_up;
+use super::entropy::Entropy;
+use super::line::Line;
 use super::proto::{ClientReply, JoinRefusal, JoinRequest, Membership, QueuePlace, check_tenant};
 use super::queue::Queue;
 use crate::coll::tree::Tree;
 use crate::plan::Child;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::net::TcpStream;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
 use sumac_hal::ctrl::{Order, send};
@@ -31,20 +35,20 @@ use sumac_hal::ids::{Epoch, GroupId, Rank};
 /// A connected client, as somebody to tell something.
 #[derive(Debug)]
 pub(super) struct Client {
-    stream: Mutex<TcpStream>,
+    line: Mutex<Box<dyn Line>>,
 }
 
 impl Client {
-    pub(super) fn new(stream: TcpStream) -> Self {
-        Self { stream: Mutex::new(stream) }
+    pub(super) fn new(line: Box<dyn Line>) -> Self {
+        Self { line: Mutex::new(line) }
     }
 
     /// Tell it; a client that can't be told is hung up on, which its reader notices.
     pub(super) fn send(&self, reply: &ClientReply) {
-        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Err(error) = send(&mut *stream, reply) {
+        let mut line = self.line.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(error) = send(&mut *line, reply) {
             tracing::debug!(%error, "client can't be told");
-            hang_up(&stream);
+            line.hang_up();
         }
     }
 }
@@ -101,11 +105,11 @@ struct Job {
 }
 
 impl Job {
-    fn new(world: u32) -> Self {
+    fn new(world: u32, mesh_token: u64) -> Self {
         Self {
             world,
             members: BTreeMap::new(),
-            mesh_token: random_u64(),
+            mesh_token,
             view: 0,
             suspected: false,
             is_over: false,
@@ -180,6 +184,9 @@ pub(super) struct State {
     books: Books,
     queue: Queue,
     next_view: NextView,
+    entropy: Entropy,
+    /// The time, as whoever opens the state says.
+    pub(super) now: Instant,
     /// What is to be carried out for jobs whose ranks wait for a tree.
     pub(super) ready: VecDeque<Draft>,
     /// Told when there is something in `ready`, or something to expire.
@@ -189,6 +196,8 @@ pub(super) struct State {
     crowded: BTreeMap<DeviceKey, u32>,
     /// Devices that did not answer when a tree was to be made: jobs may do without them meanwhile.
     silent: BTreeSet<DeviceKey>,
+    #[cfg(feature = "planted")]
+    bug: Option<sumac_hal::planted::Bug>,
 }
 
 /// The next group and its epoch, as one number: the epoch's term above the group. It counts groups, from a place that
@@ -215,18 +224,34 @@ impl NextView {
 
 impl State {
     /// Begin without devices and jobs, at a controller that started so many milliseconds after 1970.
-    pub(super) fn new(config: &ControllerConfig, started_ms: u64, wake: Arc<Condvar>) -> Self {
+    pub(super) fn new(config: &ControllerConfig, started_ms: u64, entropy: Entropy, wake: Arc<Condvar>) -> Self {
         Self {
             devices: BTreeMap::new(),
             jobs: BTreeMap::new(),
             books: Books::new(config.quotas.clone()),
             queue: Queue::default(),
             next_view: NextView::at(started_ms),
+            entropy,
+            now: Instant::now(),
             ready: VecDeque::new(),
             wake,
             crowded: BTreeMap::new(),
             silent: BTreeSet::new(),
+            #[cfg(feature = "planted")]
+            bug: None,
         }
+    }
+
+    /// Give the state, its books and its queue a bug.
+    #[cfg(feature = "planted")]
+    pub(super) const fn plant(&mut self, bug: sumac_hal::planted::Bug) {
+        (self.bug, self.books.bug, self.queue.bug) = (Some(bug), Some(bug), Some(bug));
+    }
+
+    /// Take what an earlier life had booked for this one's.
+    #[cfg(feature = "planted")]
+    pub(super) fn believe(&mut self, earlier: Self) {
+        self.books.believe(earlier.books);
     }
 
     /// Take in a device, and offer it to jobs without a tree; false if one of that name is there.
@@ -263,7 +288,8 @@ impl State {
         if rank.0 >= world {
             return Err(JoinRefusal::Rank { rank, world });
         }
-        let job = self.jobs.entry(name.clone()).or_insert_with(|| Job::new(world));
+        let token = self.entropy.number([self.next_view.0, self.jobs.len() as u64]);
+        let job = self.jobs.entry(name.clone()).or_insert_with(|| Job::new(world, token));
         if job.placement.is_some() || job.members.len() == job.world as usize {
             return Err(JoinRefusal::Running { job: name });
         }

@@ -10,10 +10,11 @@
 use super::State;
 use crate::controller::ControllerConfig;
 use crate::controller::books::DeviceKey;
-use crate::controller::device::{Asked, DeviceError, DeviceSession, answer_due};
+use crate::controller::device::{Asked, DeviceError, DeviceSession};
 use crate::controller::proto::ClientReply;
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Instant;
 use sumac_hal::ctrl::{Refusal, Request};
 use sumac_hal::ids::GroupId;
 
@@ -30,32 +31,58 @@ pub(in crate::controller) struct Renewed {
     slots_used: Vec<(DeviceKey, u32)>,
 }
 
+/// What they were asked, until they have answered.
+pub(in crate::controller) struct Renewing {
+    leases: Vec<(Arc<DeviceSession>, GroupId, Result<Asked, DeviceError>)>,
+    stats: Vec<(Arc<DeviceSession>, Result<Asked, DeviceError>)>,
+}
+
 impl Round {
-    /// Ask all devices at once. The state is not locked meanwhile: one that has stopped takes seconds.
-    pub(in crate::controller) fn ask(self) -> Renewed {
-        let due = answer_due();
-        let post = |device: &Arc<DeviceSession>, request| device.post(request);
-        let leases: Vec<(_, Result<Asked, DeviceError>)> = self
-            .leases
-            .into_iter()
-            .map(|(device, group)| ((device.key(), group), (post(&device, Request::RenewGroup(group)), device)))
-            .map(|(lease, (asked, device))| ((lease, device), asked))
-            .collect();
-        let stats: Vec<_> = self.crowded.into_iter().map(|device| (post(&device, Request::Stats), device)).collect();
+    /// Ask all devices at once.
+    pub(in crate::controller) fn ask(self) -> Renewing {
+        let renew = |(device, group): (Arc<DeviceSession>, GroupId)| {
+            let asked = device.post(Request::RenewGroup(group));
+            (device, group, asked)
+        };
+        let count = |device: Arc<DeviceSession>| {
+            let asked = device.post(Request::Stats);
+            (device, asked)
+        };
+        let leases = self.leases.into_iter().map(renew).collect();
+        Renewing { leases, stats: self.crowded.into_iter().map(count).collect() }
+    }
+}
+
+impl Renewing {
+    /// Take in what devices say, waiting until `due` at most. The state is not locked meanwhile: one that has stopped takes
+    /// seconds.
+    pub(in crate::controller) fn answered(self, due: Instant) -> Renewed {
         let mut renewed = Renewed { expired: Vec::new(), slots_used: Vec::new() };
-        for ((lease, device), asked) in leases {
+        for (device, group, asked) in self.leases {
             match asked.and_then(|asked| device.done(&asked, due)) {
                 Ok(()) => {}
-                Err(DeviceError::Refused(Refusal::NoGroup(_))) => renewed.expired.push(lease),
-                Err(error) => tracing::warn!(device = device.name(), group = %lease.1, %error, "lease not renewed"),
+                Err(DeviceError::Refused(Refusal::NoGroup(_))) => renewed.expired.push((device.key(), group)),
+                Err(error) => tracing::warn!(device = device.name(), %group, %error, "lease not renewed"),
             }
         }
-        for (asked, device) in stats {
+        for (device, asked) in self.stats {
             if let Ok(stats) = asked.and_then(|asked| device.counted(&asked, due)) {
                 renewed.slots_used.push((device.key(), stats.slots_used));
             }
         }
         renewed
+    }
+
+    /// Tell whether nothing more has to be waited for.
+    #[cfg(feature = "snapshot")]
+    pub(in crate::controller) fn has_answers(&self) -> bool {
+        let is_answered = |device: &DeviceSession, asked: &Result<Asked, DeviceError>| {
+            asked.as_ref().map_or(true, |asked| device.is_answered(asked))
+        };
+        let mut leases = self.leases.iter().map(|(device, _, asked)| (device, asked));
+        let mut stats = self.stats.iter().map(|(device, asked)| (device, asked));
+        leases.all(|(device, asked)| is_answered(device, asked))
+            && stats.all(|(device, asked)| is_answered(device, asked))
     }
 }
 

@@ -132,7 +132,7 @@ pub(super) fn released(device: &Device) -> GroupId {
 pub(super) fn end(device: Device, controller: &Controller) {
     let devices = || status(controller.local_addr()).expect("a report").devices.len();
     let before = devices();
-    hang_up(&device.stream);
+    device.stream.hang_up();
     while devices() == before {
         thread::yield_now();
     }
@@ -184,7 +184,7 @@ fn nobody_waits_for_a_device_that_has_stopped_to_free_the_lost_group() {
         rank.say(ClientRequest::Replan { view: 7 });
         assert_eq!(rank.refused().0, 7);
     }
-    hang_up(&stopped.stream);
+    stopped.stream.hang_up();
 }
 
 #[test]
@@ -198,7 +198,7 @@ fn nobody_waits_for_a_device_that_has_stopped_to_renew_a_lease() {
     assert_eq!(renewal, Request::RenewGroup(of(&before[0]).group));
     // While that is not answered, the job moves.
     assert_eq!(of(&replan(&mut ranks, 0)[0]).leaf, "leaf1");
-    hang_up(&stopped.stream);
+    stopped.stream.hang_up();
 }
 
 #[test]
