@@ -56,7 +56,8 @@ pub struct Booked {
 
 #[derive(Debug)]
 enum Frame {
-    Bytes(Vec<u8>),
+    ToDevice(Vec<u8>),
+    ToClient(Vec<u8>),
     End,
 }
 
@@ -64,17 +65,21 @@ type Outbox = Arc<Mutex<VecDeque<(Conn, Frame)>>>;
 
 /// Puts frames in a box that is emptied by whoever carries them.
 #[derive(Debug)]
-struct BoxLine(Conn, Outbox);
+struct BoxLine {
+    conn: Conn,
+    frame: fn(Vec<u8>) -> Frame,
+    outbox: Outbox,
+}
 
 impl BoxLine {
     fn put(&self, frame: Frame) {
-        self.1.lock().unwrap_or_else(PoisonError::into_inner).push_back((self.0, frame));
+        self.outbox.lock().unwrap_or_else(PoisonError::into_inner).push_back((self.conn, frame));
     }
 }
 
 impl Write for BoxLine {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.put(Frame::Bytes(bytes.to_vec()));
+        self.put((self.frame)(bytes.to_vec()));
         Ok(bytes.len())
     }
 
@@ -151,8 +156,8 @@ impl Rehearsed {
         self.state.believe(earlier.state);
     }
 
-    fn line(&self, conn: Conn) -> Box<dyn Line> {
-        Box::new(BoxLine(conn, Arc::clone(&self.outbox)))
+    fn line(&self, conn: Conn, frame: fn(Vec<u8>) -> Frame) -> Box<dyn Line> {
+        Box::new(BoxLine { conn, frame, outbox: Arc::clone(&self.outbox) })
     }
 
     fn tick(&mut self, now: Instant) {
@@ -162,7 +167,7 @@ impl Rehearsed {
     /// A device has dialled, and said who it is. False if one of that name is there: then the connection ends.
     pub fn device_dials(&mut self, conn: Conn, announce: Announce, now: Instant) -> bool {
         self.tick(now);
-        let session = Arc::new(DeviceSession::on(announce, self.line(conn)));
+        let session = Arc::new(DeviceSession::on(announce, self.line(conn, Frame::ToDevice)));
         if !self.state.add_device(&self.config, &session) {
             return false;
         }
@@ -184,7 +189,7 @@ impl Rehearsed {
 
     /// A client has dialled.
     pub fn client_dials(&mut self, conn: Conn) {
-        self.clients.insert(conn, (Arc::new(Client::new(self.line(conn))), None));
+        self.clients.insert(conn, (Arc::new(Client::new(self.line(conn, Frame::ToClient))), None));
     }
 
     /// A client asks for something; [`ClientRequest::Status`] is answered by [`Rehearsed::report`] instead.
@@ -238,8 +243,8 @@ impl Rehearsed {
         let (conn, frame) = self.outbox.lock().unwrap_or_else(PoisonError::into_inner).pop_front()?;
         let sent = match frame {
             Frame::End => Sent::HangUp,
-            Frame::Bytes(bytes) if self.clients.contains_key(&conn) => Sent::Reply(read(&bytes).expect("a reply")),
-            Frame::Bytes(bytes) => Sent::Request(read(&bytes).expect("a request")),
+            Frame::ToClient(bytes) => Sent::Reply(read(&bytes).expect("a reply")),
+            Frame::ToDevice(bytes) => Sent::Request(read(&bytes).expect("a request")),
         };
         Some((conn, sent))
     }

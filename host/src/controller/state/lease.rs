@@ -1,6 +1,6 @@
 //! Leases: groups are renewed while their job lives, and a group that a device has freed is freed everywhere.
 //!
-//! Any valid packet renews a group at the device that it reaches; the controller renews it at all, so that a job which does
+//! Any valid packet that comes of a rank's doing renews a group at the device that it reaches; the controller renews it at all, so that a job which does
 //! nothing for a while keeps its tree. A device that has no such group any more says so when it is to renew it. Then the
 //! group is released on all nodes, what it took is given back, and the job's ranks are told that the tree is lost.
 //!
@@ -29,6 +29,8 @@ pub(in crate::controller) struct Renewed {
     expired: Vec<(DeviceKey, GroupId)>,
     /// The slots in use on devices that were crowded.
     slots_used: Vec<(DeviceKey, u32)>,
+    /// Devices that did not answer: jobs may do without them meanwhile.
+    silent: Vec<DeviceKey>,
 }
 
 /// What they were asked, until they have answered.
@@ -57,17 +59,21 @@ impl Renewing {
     /// Take in what devices say, waiting until `due` at most. The state is not locked meanwhile: one that has stopped takes
     /// seconds.
     pub(in crate::controller) fn answered(self, due: Instant) -> Renewed {
-        let mut renewed = Renewed { expired: Vec::new(), slots_used: Vec::new() };
+        let mut renewed = Renewed { expired: Vec::new(), slots_used: Vec::new(), silent: Vec::new() };
         for (device, group, asked) in self.leases {
             match asked.and_then(|asked| device.done(&asked, due)) {
                 Ok(()) => {}
                 Err(DeviceError::Refused(Refusal::NoGroup(_))) => renewed.expired.push((device.key(), group)),
-                Err(error) => tracing::warn!(device = device.name(), %group, %error, "lease not renewed"),
+                Err(error) => {
+                    tracing::warn!(device = device.name(), %group, %error, "lease not renewed");
+                    renewed.silent.push(device.key());
+                }
             }
         }
         for (device, asked) in self.stats {
-            if let Ok(stats) = asked.and_then(|asked| device.counted(&asked, due)) {
-                renewed.slots_used.push((device.key(), stats.slots_used));
+            match asked.and_then(|asked| device.counted(&asked, due)) {
+                Ok(stats) => renewed.slots_used.push((device.key(), stats.slots_used)),
+                Err(_) => renewed.silent.push(device.key()),
             }
         }
         renewed
@@ -116,7 +122,8 @@ impl State {
                 *known = slots_used;
             }
         }
-        let were_silent = std::mem::take(&mut self.silent);
+        let mut were_silent = std::mem::take(&mut self.silent);
+        were_silent.extend(renewed.silent);
         let is_silent = |key: &DeviceKey| self.session(key).is_some_and(|device| !device.answers());
         let (silent, others): (_, BTreeSet<_>) = were_silent.into_iter().partition(is_silent);
         self.silent = silent;

@@ -230,8 +230,9 @@ impl State {
                 let (standing, tried) = (Standing::Waits, Some(self.books.version()));
                 self.queue.enter(name, Waiting { tenant, ticket, passes: 0, scope, wanted, standing, tried });
                 if can_join_later {
-                    job.waits_until = Some(until);
+                    (job.waits_until, job.placing) = (Some(until), None);
                     self.wake.notify_all();
+                    self.tell_queue();
                     return;
                 }
             }
