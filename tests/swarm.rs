@@ -6,7 +6,10 @@
 
 use std::sync::Mutex;
 use sumac_hal::ctrl::DropReason;
-use sumac_tests::sim::{Options, Report, ScenarioKind, Stragglers, record, run, run_stragglers, shrink};
+use sumac_tests::sim::{
+    Extents, Options, Report, ScenarioKind, Stragglers, Tenancy, TenantReport, record, run, run_stragglers,
+    run_tenants, shrink, shrink_tenants,
+};
 
 const KINDS: [ScenarioKind; 7] = [
     ScenarioKind::Calm,
@@ -18,8 +21,8 @@ const KINDS: [ScenarioKind; 7] = [
     ScenarioKind::Ranks,
 ];
 
-/// Scenarios beside [`KINDS`]: ranks that come late.
-const OTHERS: usize = 1;
+/// Scenarios beside [`KINDS`]: ranks that come late, and tenants.
+const OTHERS: usize = 2;
 
 /// The most seeds of ranks that come late: some of their clusters are large.
 const LATE_MAX: u64 = 500;
@@ -110,6 +113,14 @@ fn cover(fewest: u64, all: &Report) {
             }
         }
     }
+    let mut short = Vec::new();
+    for ((name, limits), met) in Extents::LIMITS.into_iter().zip(all.extents.of) {
+        println!("  {name}: {} to {} met of {} to {}", met[0], met[1], limits[0], limits[1]);
+        if met[0] > limits[0] || met[1] < limits[1] {
+            short.push((name, met));
+        }
+    }
+    assert!(fewest < SEEDS_FOR_ALL || short.is_empty(), "not from the least to the most: {short:?}");
     assert!(wrong.is_empty(), "can be met, and said to be not: {wrong:?}");
     assert!(fewest < SEEDS_FOR_ALL || missed.is_empty(), "never met: {missed:?}");
 }
@@ -222,6 +233,41 @@ fn ranks() {
     swarm(ScenarioKind::Ranks, 100, &[&LOSSY[..], &ends].concat());
 }
 
+/// Tenants with quotas, jobs that come and go on shared devices, trees that are lost and come back.
+#[test]
+fn tenants() {
+    let one = number("SEED");
+    let from = number("SEED_FROM").unwrap_or(0);
+    let seeds = one.map_or(from..from + number("SEEDS").unwrap_or(100), |seed| seed..seed + 1);
+    let count = seeds.end - seeds.start;
+    let (mut total, mut failed) = (TenantReport::default(), Vec::new());
+    for seed in seeds {
+        let plan = Tenancy::draw(seed);
+        match run_tenants(&plan) {
+            Ok(report) => total.merge(&report),
+            Err(violation) => {
+                println!("SEED={seed} {plan:?}\n  {violation}");
+                println!("  replay: SEED={seed} cargo test -p sumac-tests --test swarm tenants -- --exact --nocapture");
+                if failed.is_empty()
+                    && let Some(shrunk) = shrink_tenants(&plan, SHRINK_RUNS)
+                {
+                    println!("{shrunk}");
+                }
+                failed.push(seed);
+            }
+        }
+        if failed.len() > 5 {
+            break;
+        }
+    }
+    println!("Tenants: {:?} of virtual time, log hash {:#018x}", total.took, total.log_hash);
+    total.counts().iter().for_each(|(name, n)| println!("  {name:24}{n:>10}"));
+    assert!(failed.is_empty(), "seeds {failed:?} failed");
+    let missed: Vec<_> = total.counts().into_iter().filter(|(_, n)| **n == 0).map(|(name, _)| name).collect();
+    assert!(one.is_some() || missed.is_empty(), "never happened: {missed:?}");
+    add(count, &Report { seen: total.seen, extents: total.extents, took: total.took, ..Report::default() });
+}
+
 /// Seeds that failed once, by what was wrong. A change of what is drawn from a seed makes another cluster of it; what
 /// these found has a test of its own beside the code that was mended.
 #[test]
@@ -235,6 +281,11 @@ fn seeds_that_failed_once() {
     let crowded = [(Death, 472), (Restart, 1693), (Hostile, 1984)];
     // A barrier was passed that a dead rank had not come to: `repair::plan`.
     let passed = [13, 140, 164].map(|seed| (Ranks, seed));
+    // Worlds of tenants: trees that nobody removed filled a device, a place in the queue was not told, a device that had not
+    // renewed in time was forgotten, nodes whose ranks were gone kept each other's groups.
+    for seed in [1, 4, 13, 15, 215, 351] {
+        run_tenants(&Tenancy::draw(seed)).unwrap_or_else(|violation| panic!("tenants SEED={seed}: {violation}"));
+    }
     for (kind, seed) in torn.into_iter().chain(told).chain(crowded).chain(passed) {
         run(&Options::draw(seed, kind)).unwrap_or_else(|violation| panic!("{kind:?} SEED={seed}: {violation}"));
     }
@@ -258,6 +309,10 @@ fn a_script_repeats_its_run() {
 
 #[test]
 fn same_seed_same_log() {
+    for seed in 0..30 {
+        let plan = Tenancy::draw(seed);
+        assert_eq!(run_tenants(&plan), run_tenants(&plan), "tenants {seed}");
+    }
     for kind in KINDS {
         let report = |seed| run(&Options::draw(seed, kind)).unwrap_or_else(|violation| panic!("{seed}: {violation}"));
         let reports: Vec<Report> = (0..6).map(report).collect();

@@ -3,8 +3,7 @@
 //! A node or an endpoint is given one `Bug` (`plant`), so that two of them in one process can differ; without the
 //! feature there is no such field, and what asks for a bug ([`planted!`](crate::planted!)) is the constant `false`.
 
-/// A bug. Who has it is said first: a node of a device, a rank's endpoint, both, or the controller (as which the
-/// simulator acts).
+/// A bug. Who has it is said first: a node of a device, a rank's endpoint, both, or the controller.
 #[cfg(feature = "planted")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -62,6 +61,14 @@ pub enum Bug {
     ComputedTwice,
     /// Endpoint: results are taken in after others were told what is here, as by a port without a fence.
     MissingFence,
+    /// Controller: where a node refuses a tree, the other nodes keep their part of it.
+    ReservationKept,
+    /// Controller: of those that wait in the queue, who came last comes first.
+    NewestFirst,
+    /// Controller: a group is booked first, and then compared with what is left.
+    QuotaAfterBooking,
+    /// Controller: after a restart it believes what was booked before.
+    OldLeaseBelieved,
 }
 
 #[cfg(feature = "planted")]

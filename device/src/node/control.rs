@@ -92,8 +92,20 @@ impl Node<'_> {
         let trees = &mut self.storage.trees;
         let known = trees.iter().position(|entry| entry.as_ref().is_some_and(|entry| entry.tree == tree.tree));
         let limit = trees.len() as u16;
-        let free = known.or_else(|| trees.iter().position(Option::is_none)).ok_or(Refusal::NoEntry { limit })?;
-        trees[free] = Some(tree.clone());
+        if let Some(free) = known.or_else(|| trees.iter().position(Option::is_none)) {
+            trees[free] = Some(tree.clone());
+            return Ok(());
+        }
+        // Whoever installed a tree may be gone, and nobody removes it then: of those that no group lives on the first one
+        // makes room. The newest are behind it, whose groups may be on their way.
+        let groups = &self.storage.groups;
+        let lives = |tree: &TreeConfig| groups.iter().flatten().any(|group| group.config.tree == tree.tree);
+        let unused = trees.iter().position(|entry| entry.as_ref().is_none_or(|entry| !lives(entry)));
+        let oldest = unused.ok_or(Refusal::NoEntry { limit })?;
+        trees[oldest..].rotate_left(1);
+        if let Some(last) = trees.last_mut() {
+            *last = Some(tree.clone());
+        }
         Ok(())
     }
 

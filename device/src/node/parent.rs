@@ -29,7 +29,11 @@ impl Live<'_> {
 
     /// Take in a packet from the parent; `payload_crc` is the checksum of its payload, which was checked.
     pub(super) fn handle_parent(&mut self, repr: &Repr, payload: &[u8], payload_crc: u32, now: Instant) {
-        self.group.lease_until = now + self.group.lease();
+        // What a node has asked for itself says nothing of the ranks: two nodes whose ranks are gone would keep each other.
+        // Those that contribute by reference send no packets, and are spoken for by what their node waits for.
+        if repr.kind != Kind::Status || self.refs.is_some() {
+            self.group.lease_until = now + self.group.lease();
+        }
         self.group.congested |= repr.flags.contains(Flags::CONGESTED);
         if let Some(parent) = self.group.parent.as_mut() {
             parent.stable = parent.stable.max(repr.mark);

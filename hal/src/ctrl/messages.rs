@@ -233,7 +233,7 @@ pub struct GroupConfig {
     pub chunk_len_bytes: u16,
     /// The ranks of the communicator, over the whole tree: what the root divides averages by.
     pub ranks: NonZeroU32,
-    /// How long it lives without a valid packet or a renewal.
+    /// How long it lives without a valid packet or a renewal; an answer to what a node has asked for itself is none.
     pub lease_ms: u32,
     /// The timers of its hops.
     pub timers: TimersConfig,

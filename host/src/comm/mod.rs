@@ -91,6 +91,8 @@ mod offer;
 mod own;
 mod parley;
 mod progress;
+#[cfg(feature = "snapshot")]
+pub mod rehearsal;
 mod repair;
 mod shrink;
 mod split;

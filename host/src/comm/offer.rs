@@ -86,20 +86,18 @@ impl Offers {
     /// The next call begins: returns what it has to do first. Waits, at most until `deadline`, where other ranks have not
     /// answered yet, or until `is_over`, at which the caller is woken by [`Offers::wake`].
     pub(super) fn begin(&self, deadline: Instant, is_over: impl Fn() -> bool) -> Turn {
-        // Only calls of this communicator count, one at a time.
-        let call = self.begun.load(Ordering::Relaxed);
-        self.begun.store(call + 1, Ordering::SeqCst);
+        let call = self.count();
         if call < self.limit.load(Ordering::SeqCst) {
             return Turn::Go;
         }
         let (lock, changed) = &self.changed;
         let mut guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
-            if call < self.limit.load(Ordering::SeqCst) || is_over() {
+            if is_over() {
                 return Turn::Go;
             }
-            if self.move_at.load(Ordering::Acquire) == call {
-                return Turn::Move(self.view.load(Ordering::Relaxed));
+            if let Some(turn) = self.turn_of(call) {
+                return turn;
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -107,6 +105,21 @@ impl Offers {
             }
             guard = changed.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// Count the next call. Only calls of this communicator count, one at a time.
+    pub(super) fn count(&self) -> u64 {
+        let call = self.begun.load(Ordering::Relaxed);
+        self.begun.store(call + 1, Ordering::SeqCst);
+        call
+    }
+
+    /// Return what a call that is counted has to do first, if that is known.
+    pub(super) fn turn_of(&self, call: u64) -> Option<Turn> {
+        if call < self.limit.load(Ordering::SeqCst) {
+            return Some(Turn::Go);
+        }
+        (self.move_at.load(Ordering::Acquire) == call).then(|| Turn::Move(self.view.load(Ordering::Relaxed)))
     }
 
     /// Let who waits look again.

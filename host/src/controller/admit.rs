@@ -4,11 +4,17 @@
 //! [`Placement::reserve`]d on the devices, which takes as long as they take.
 
 mod attach;
+mod reserve;
 mod size;
+
+pub(super) use reserve::Unreserved;
+#[cfg(feature = "snapshot")]
+pub(super) use reserve::{Failed, Reserving};
 
 use super::ControllerConfig;
 use super::books::{Amount, Books, Claim, Needs};
-use super::device::{Asked, DeviceError, DeviceSession, answer_due};
+use super::device::{Asked, DeviceSession};
+use super::entropy::Entropy;
 use super::proto::{JoinRequest, TreeMembership};
 use super::shape::Shape;
 use crate::choice::TreeFacts;
@@ -60,10 +66,23 @@ pub(super) struct Placement {
     window_max: u16,
     slots: u16,
     chunk_len_bytes: u16,
+    #[cfg(feature = "planted")]
+    bug: Option<sumac_hal::planted::Bug>,
 }
 
 /// Devices by name.
 pub(super) type Devices = BTreeMap<String, Arc<DeviceSession>>;
+
+/// What a placement is called, and what its secrets are made of.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Ids {
+    pub(super) group: GroupId,
+    pub(super) tree: TreeId,
+    pub(super) epoch: Epoch,
+    pub(super) entropy: Entropy,
+    #[cfg(feature = "planted")]
+    pub(super) bug: Option<sumac_hal::planted::Bug>,
+}
 
 /// What a job asks for.
 #[derive(Debug, Clone, Copy)]
@@ -82,7 +101,7 @@ pub(super) fn draft(
     devices: &Devices,
     books: &Books,
     asking: Asking<'_>,
-    ids: (GroupId, TreeId, Epoch),
+    ids: Ids,
 ) -> Result<Placement, String> {
     if devices.is_empty() {
         return Err("no device is connected to the controller".into());
@@ -112,7 +131,7 @@ fn planned(
     devices: &Devices,
     books: &Books,
     asking: Asking<'_>,
-    ids: (GroupId, TreeId, Epoch),
+    ids: Ids,
 ) -> Result<Placement, String> {
     let plan = plan_tree(fabric, devices, books, asking)?;
     let hosts = config.fabric.as_ref().map(|_| plan.ranks.iter().map(|rank| rank.name.clone()).collect());
@@ -125,7 +144,7 @@ fn fitted(
     books: &Books,
     asking: Asking<'_>,
     shape: Shape,
-    ids: (GroupId, TreeId, Epoch),
+    ids: Ids,
 ) -> Result<Placement, String> {
     let mut placement = place(shape, ids)?;
     placement.attach(asking.requests)?;
@@ -169,7 +188,8 @@ fn shard_of(devices: &Devices) -> Result<Shard, String> {
     Shard::new(0, shards as u16).ok_or_else(|| format!("a device with {shards} shards"))
 }
 
-fn place(shape: Shape, (group, tree, epoch): (GroupId, TreeId, Epoch)) -> Result<Placement, String> {
+fn place(shape: Shape, ids: Ids) -> Result<Placement, String> {
+    let Ids { group, tree, epoch, .. } = ids;
     let mut ranks = vec![(0, ChildIndex(0)); shape.ranks];
     let mut places = vec![None; shape.nodes.len()];
     for (index, (_, children)) in shape.nodes.iter().enumerate() {
@@ -180,9 +200,9 @@ fn place(shape: Shape, (group, tree, epoch): (GroupId, TreeId, Epoch)) -> Result
             }
         }
     }
-    let nodes = shape.nodes.into_iter().zip(places).map(|((device, children), parent)| PlacedNode {
+    let nodes = (0..).zip(shape.nodes).zip(places).map(|((index, (device, children)), parent)| PlacedNode {
         device,
-        secret: GroupSecret(random_bytes()),
+        secret: GroupSecret(ids.entropy.bytes([group.0.into(), index])),
         shared: None,
         parent,
         children: children.len() as u16,
@@ -212,6 +232,8 @@ fn place(shape: Shape, (group, tree, epoch): (GroupId, TreeId, Epoch)) -> Result
         window_max: 0,
         slots: 0,
         chunk_len_bytes: 0,
+        #[cfg(feature = "planted")]
+        bug: ids.bug,
     })
 }
 
@@ -286,31 +308,6 @@ impl Placement {
             redo_memory_bytes: node.redo_memory_bytes / most * slots,
         };
         self.nodes.iter().map(|node| (node.device.key(), need(node))).collect()
-    }
-
-    /// Install the tree and create the group on every node. Where one refuses or does not answer, nothing stays; returned
-    /// is the first that did not, root first, and what it counts then, if it says so.
-    pub(super) fn reserve(&self, config: &ControllerConfig, order: Order) -> Result<(), Unreserved> {
-        let due = answer_due();
-        let ask = |(index, node): (usize, &PlacedNode)| {
-            let install = node.device.post(Request::InstallTree(self.tree_config(index)))?;
-            Ok((install, node.device.post(Request::CreateGroup(self.group_config(config, order, node)))?))
-        };
-        let asked: Vec<_> = self.nodes.iter().enumerate().map(ask).collect();
-        let mut failed = None;
-        for (index, (node, asked)) in self.nodes.iter().zip(asked).enumerate() {
-            let done = asked.and_then(|(install, create)| {
-                node.device.done(&install, due)?;
-                node.device.done(&create, due)
-            });
-            failed = failed.or(done.err().map(|error| (index, error)));
-        }
-        let Some((index, error)) = failed else { return Ok(()) };
-        self.nodes.iter().for_each(|node| drop(self.release_on(&node.device)));
-        let device = &self.nodes[index].device;
-        let stats = matches!(error, DeviceError::Refused(_)).then(|| device.post(Request::Stats).ok()).flatten();
-        let stats = stats.and_then(|asked| device.counted(&asked, answer_due()).ok());
-        Err(Unreserved { index, error, slots_used: stats.map(|stats| stats.slots_used) })
     }
 
     fn tree_config(&self, index: usize) -> TreeConfig {
@@ -416,16 +413,6 @@ impl Placement {
     }
 }
 
-/// A tree that could not be reserved.
-#[derive(Debug)]
-pub(super) struct Unreserved {
-    /// The node.
-    pub(super) index: usize,
-    pub(super) error: DeviceError,
-    /// The slots that its device counts without the group, if it refused.
-    pub(super) slots_used: Option<u32>,
-}
-
 /// Draw a multicast address of the site's own (239.255.0.0/16, RFC 2365) and a port. Two groups that draw the same are
 /// told apart by their keys, and only hear more than they need.
 fn draw_shared() -> Addr {
@@ -437,13 +424,9 @@ fn draw_shared() -> Addr {
 /// The UDP ports of first shards' shared addresses: there is room for all shards behind each.
 const SHARED_PORTS: std::ops::RangeInclusive<u16> = 20_000..=60_000;
 
-fn random_bytes<const N: usize>() -> [u8; N] {
+pub(super) fn random_bytes<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];
     let filled = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
     assert_eq!(filled, Ok(N), "the system gives randomness once it has booted");
     bytes
-}
-
-pub(super) fn random_u64() -> u64 {
-    u64::from_le_bytes(random_bytes())
 }

@@ -5,7 +5,7 @@
 //! answered is little, or the device is hung up on.
 
 use super::books::{Amount, DeviceKey};
-use super::hang_up;
+use super::line::Line;
 use std::collections::BTreeMap;
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -41,11 +41,16 @@ pub(super) struct DeviceSession {
 
 /// What was asked, until it is answered.
 #[derive(Debug)]
-pub(super) struct Asked(Receiver<Response>);
+pub(super) struct Asked {
+    /// Only a rehearsal looks before it takes.
+    #[cfg(feature = "snapshot")]
+    id: u32,
+    answer: Receiver<Response>,
+}
 
 #[derive(Debug)]
 struct Calls {
-    stream: TcpStream,
+    line: Box<dyn Line>,
     next_id: u32,
     waiting: BTreeMap<u32, Sender<Response>>,
     ended: bool,
@@ -55,8 +60,13 @@ impl DeviceSession {
     pub(super) fn new(announce: Announce, stream: TcpStream) -> Result<Self, StreamError> {
         // A device that does not read must not hold the controller.
         stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
-        let calls = Calls { stream, next_id: 0, waiting: BTreeMap::new(), ended: false };
-        Ok(Self { announce, calls: Mutex::new(calls), is_silent: AtomicBool::new(false) })
+        Ok(Self::on(announce, Box::new(stream)))
+    }
+
+    /// Describe a device that is told over this line.
+    pub(super) fn on(announce: Announce, line: Box<dyn Line>) -> Self {
+        let calls = Calls { line, next_id: 0, waiting: BTreeMap::new(), ended: false };
+        Self { announce, calls: Mutex::new(calls), is_silent: AtomicBool::new(false) }
     }
 
     /// Return which life of which device it is.
@@ -90,29 +100,42 @@ impl DeviceSession {
 
     /// Welcome the device; its answer repeats what it announced and is not waited for.
     pub(super) fn hello(&self) -> Result<(), StreamError> {
-        send(&mut self.lock().stream, &Envelope { id: u32::MAX, message: Request::Hello })
+        send(&mut self.lock().line, &Envelope { id: u32::MAX, message: Request::Hello })
     }
 
     /// Hand responses to who waits for them, until the connection ends.
     pub(super) fn read_responses(&self, reader: &mut FrameReader<TcpStream>) -> Result<(), StreamError> {
         let ended = loop {
             match reader.recv::<Envelope<Response>>() {
-                Ok(response) => {
-                    self.is_silent.store(false, Ordering::Release);
-                    if let Some(waiter) = self.lock().waiting.remove(&response.id) {
-                        // Who waited may have given up.
-                        let _ = waiter.send(response.message);
-                    }
-                }
+                Ok(response) => self.take(response),
                 Err(StreamError::Closed) => break Ok(()),
                 Err(error) => break Err(error),
             }
         };
+        self.end();
+        ended
+    }
+
+    /// Hand a response to who waits for it.
+    pub(super) fn take(&self, response: Envelope<Response>) {
+        self.is_silent.store(false, Ordering::Release);
+        if let Some(waiter) = self.lock().waiting.remove(&response.id) {
+            // Who waited may have given up.
+            let _ = waiter.send(response.message);
+        }
+    }
+
+    /// The connection has ended, and with it every wait.
+    pub(super) fn end(&self) {
         let mut calls = self.lock();
         calls.ended = true;
-        // Ends every wait.
         calls.waiting.clear();
-        ended
+    }
+
+    /// Tell whether nothing more has to be waited for.
+    #[cfg(feature = "snapshot")]
+    pub(super) fn is_answered(&self, asked: &Asked) -> bool {
+        !self.lock().waiting.contains_key(&asked.id)
     }
 
     /// Ask for something; the answer is waited for by [`DeviceSession::done`] or [`DeviceSession::counted`], or by nobody.
@@ -127,16 +150,20 @@ impl DeviceSession {
         calls.waiting.insert(id, sender);
         // Renewals come one a group.
         let most = UNANSWERED_MAX + 4 * usize::from(self.announce.capabilities.groups);
-        if calls.waiting.len() > most || send(&mut calls.stream, &Envelope { id, message }).is_err() {
+        if calls.waiting.len() > most || send(&mut calls.line, &Envelope { id, message }).is_err() {
             calls.ended = true;
-            hang_up(&calls.stream);
+            calls.line.hang_up();
             return Err(DeviceError::Gone);
         }
-        Ok(Asked(receiver))
+        Ok(Asked {
+            #[cfg(feature = "snapshot")]
+            id,
+            answer: receiver,
+        })
     }
 
     fn answer(&self, asked: &Asked, deadline: Instant) -> Result<Response, DeviceError> {
-        match asked.0.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        match asked.answer.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok(Response::Refused(refusal)) => Err(refusal.into()),
             Ok(response) => Ok(response),
             Err(_) => {
@@ -173,4 +200,4 @@ pub(super) fn answer_due() -> Instant {
 const UNANSWERED_MAX: usize = 256;
 
 /// How long a device may take to answer.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);

@@ -29,8 +29,12 @@ mod admit;
 mod books;
 mod client;
 mod device;
+mod entropy;
+mod line;
 pub mod proto;
 mod queue;
+#[cfg(feature = "snapshot")]
+pub mod rehearsal;
 mod shape;
 mod state;
 #[cfg(test)]
@@ -42,15 +46,15 @@ pub use client::{ClientError, Notice, Session, status};
 use crate::choice::CostTable;
 use crate::topo::Fabric;
 use device::{DeviceSession, answer_due};
-use proto::{ClientReply, ClientRequest, JoinRequest};
-use state::{Client, Draft, State};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use entropy::Entropy;
+use proto::ClientReply;
+use state::{Client, Draft, Served, State};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 use sumac_hal::ctrl::{FrameReader, Greeting, StreamError};
-use sumac_hal::ids::Rank;
 use sumac_hal::uplink::{HopTimers, MAX_WINDOW};
 use thiserror::Error;
 
@@ -174,7 +178,9 @@ impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         // A panic under the lock is a bug; the others go on with what is consistent by construction: each change
         // of the state is one insertion or removal.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.now = Instant::now();
+        state
     }
 
     fn stopping(&self) -> bool {
@@ -195,7 +201,7 @@ impl Controller {
         let wake = Arc::new(Condvar::new());
         let started_ms = config.started_ms.unwrap_or_else(now_ms);
         let shared = Arc::new(Shared {
-            state: Mutex::new(State::new(&config, started_ms, Arc::clone(&wake))),
+            state: Mutex::new(State::new(&config, started_ms, Entropy::System, Arc::clone(&wake))),
             config,
             stopping: AtomicBool::new(false),
             stopped: Condvar::new(),
@@ -322,37 +328,18 @@ fn serve_connection(shared: &Shared, stream: TcpStream) -> Result<(), StreamErro
 }
 
 fn serve_client(shared: &Shared, reader: &mut FrameReader<TcpStream>, stream: TcpStream) -> Result<(), StreamError> {
-    let client = Arc::new(Client::new(stream));
+    let client = Arc::new(Client::new(Box::new(stream)));
     let mut place = None;
     let ended = loop {
         match reader.recv() {
-            Ok(ClientRequest::Join(request)) => {
-                take_in(shared, request, Vec::new(), &client, &mut place);
-            }
-            Ok(ClientRequest::JoinOn { request, devices }) => {
-                take_in(shared, request, devices, &client, &mut place);
-            }
-            Ok(ClientRequest::Leave) => {
-                if let Some((job, rank)) = place.take() {
-                    shared.lock().depart(&shared.config, (&job, rank), &client, true);
+            Ok(request) => {
+                let served = shared.lock().serve(&shared.config, request, &client, &mut place);
+                match served {
+                    Served::Done => {}
+                    Served::Draft(draft) => carry_out(shared, Some(draft)),
+                    Served::Report(report) => client.send(&ClientReply::Status(report.ask_devices())),
                 }
-                client.send(&ClientReply::Left);
             }
-            Ok(ClientRequest::Status) => {
-                let report = shared.lock().report(&shared.config);
-                client.send(&ClientReply::Status(report.ask_devices()));
-            }
-            Ok(ClientRequest::Suspect { view }) => shared.lock().suspect(place.as_ref(), &client, view),
-            Ok(ClientRequest::Replan { view }) => {
-                let draft = shared.lock().replan(&shared.config, place.as_ref(), &client, view);
-                carry_out(shared, draft);
-            }
-            Ok(ClientRequest::Pause { view, at }) => shared.lock().pause(place.as_ref(), &client, view, at),
-            Ok(ClientRequest::Decline { view, device, why }) => {
-                shared.lock().decline(&shared.config, (place.as_ref(), &client), view, (device, why));
-            }
-            Ok(ClientRequest::Over(over)) => shared.lock().over(place.as_ref(), &client, &over),
-            Ok(ClientRequest::Survivors) => shared.lock().survivors(place.as_ref(), &client),
             Err(StreamError::Closed) => break Ok(()),
             Err(error) => break Err(error),
         }
@@ -361,24 +348,6 @@ fn serve_client(shared: &Shared, reader: &mut FrameReader<TcpStream>, stream: Tc
         shared.lock().depart(&shared.config, (&job, rank), &client, false);
     }
     ended
-}
-
-/// Take in a rank, or tell it why not.
-fn take_in(
-    shared: &Shared,
-    request: JoinRequest,
-    pinned: Vec<String>,
-    client: &Arc<Client>,
-    place: &mut Option<(String, Rank)>,
-) {
-    let joined = shared.lock().join(&shared.config, request, pinned, client);
-    match joined {
-        Ok((joined, draft)) => {
-            *place = Some(joined);
-            carry_out(shared, draft);
-        }
-        Err(refusal) => client.send(&ClientReply::Refused(refusal)),
-    }
 }
 
 /// Reserve a drafted tree on its devices, and others instead where that can't be. The state is not locked meanwhile.
@@ -393,9 +362,8 @@ fn carry_out(shared: &Shared, mut draft: Option<Draft>) {
 fn attend(shared: &Arc<Shared>) {
     let mut state = shared.lock();
     while !shared.stopping() {
-        let now = Instant::now();
-        let waits = state.expire_waits(&shared.config, now);
-        let due = waits.into_iter().chain(state.expire_absent(now)).min();
+        state.now = Instant::now();
+        let due = state.expire_all(&shared.config);
         if let Some(draft) = state.ready.pop_front() {
             drop(state);
             carry_out_aside(shared, draft);
@@ -430,16 +398,10 @@ fn renew(shared: &Shared) {
         if shared.stopping() {
             return;
         }
-        let renewed = round.ask();
+        let renewed = round.ask().answered(answer_due());
         state = shared.lock();
         state.renewed(&shared.config, renewed);
     }
-}
-
-/// End a connection from the side of its writer, which ends its reader too.
-fn hang_up(stream: &TcpStream) {
-    // Fails only if the peer was faster.
-    let _ = stream.shutdown(Shutdown::Both);
 }
 
 /// How long a connection may take to say who it is.

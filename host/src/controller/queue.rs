@@ -15,6 +15,7 @@
 use super::books::{Books, Claim, DeviceKey, Needs};
 use super::proto::QueuePlace;
 use std::collections::{BTreeMap, BTreeSet};
+use sumac_hal::planted;
 
 /// How often a job may be passed over.
 pub(super) const PASSES_MAX: u32 = 8;
@@ -80,6 +81,8 @@ pub(super) struct Bars {
 pub(super) struct Queue {
     waiting: BTreeMap<String, Waiting>,
     next_ticket: u64,
+    #[cfg(feature = "planted")]
+    pub(super) bug: Option<sumac_hal::planted::Bug>,
 }
 
 impl Queue {
@@ -116,6 +119,9 @@ impl Queue {
         let (mut first, mut rest): (Vec<_>, Vec<_>) = waits.partition(|(_, entry)| entry.is_starved());
         first.sort_by_key(|(_, entry)| entry.ticket);
         rest.sort_by_key(|(_, entry)| entry.ticket);
+        if planted!(self, NewestFirst) {
+            rest.reverse();
+        }
         let mut shares: BTreeMap<&str, u64> = BTreeMap::new();
         while !rest.is_empty() {
             // The first of each tenant stands for it: `rest` is in order of tickets.

@@ -9,24 +9,28 @@ mod offer;
 mod place;
 mod repair;
 mod report;
+mod serve;
 mod wait;
 
 #[cfg(test)]
 pub(super) use absence::ABSENCE;
 
+#[cfg(feature = "snapshot")]
+pub(super) use lease::Renewing;
 pub(super) use place::Draft;
+pub(super) use serve::Served;
 
 use super::ControllerConfig;
-use super::admit::{Devices, Placement, random_u64};
+use super::admit::{Devices, Placement};
 use super::books::{Books, DeviceKey};
 use super::device::DeviceSession;
-use super::hang_up;
+use super::entropy::Entropy;
+use super::line::Line;
 use super::proto::{ClientReply, JoinRefusal, JoinRequest, Membership, QueuePlace, check_tenant};
 use super::queue::Queue;
 use crate::coll::tree::Tree;
 use crate::plan::Child;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::net::TcpStream;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
 use sumac_hal::ctrl::{Order, send};
@@ -35,20 +39,20 @@ use sumac_hal::ids::{Epoch, GroupId, Rank};
 /// A connected client, as somebody to tell something.
 #[derive(Debug)]
 pub(super) struct Client {
-    stream: Mutex<TcpStream>,
+    line: Mutex<Box<dyn Line>>,
 }
 
 impl Client {
-    pub(super) fn new(stream: TcpStream) -> Self {
-        Self { stream: Mutex::new(stream) }
+    pub(super) fn new(line: Box<dyn Line>) -> Self {
+        Self { line: Mutex::new(line) }
     }
 
     /// Tell it; a client that can't be told is hung up on, which its reader notices.
     pub(super) fn send(&self, reply: &ClientReply) {
-        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Err(error) = send(&mut *stream, reply) {
+        let mut line = self.line.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(error) = send(&mut *line, reply) {
             tracing::debug!(%error, "client can't be told");
-            hang_up(&stream);
+            line.hang_up();
         }
     }
 }
@@ -105,11 +109,11 @@ struct Job {
 }
 
 impl Job {
-    fn new(world: u32) -> Self {
+    fn new(world: u32, mesh_token: u64) -> Self {
         Self {
             world,
             members: BTreeMap::new(),
-            mesh_token: random_u64(),
+            mesh_token,
             view: 0,
             suspected: false,
             is_over: false,
@@ -184,6 +188,9 @@ pub(super) struct State {
     books: Books,
     queue: Queue,
     next_view: NextView,
+    entropy: Entropy,
+    /// The time, as whoever opens the state says.
+    pub(super) now: Instant,
     /// What is to be carried out for jobs whose ranks wait for a tree.
     pub(super) ready: VecDeque<Draft>,
     /// Told when there is something in `ready`, or something to expire.
@@ -195,6 +202,8 @@ pub(super) struct State {
     silent: BTreeSet<DeviceKey>,
     /// Devices whose connection has ended, and when their trees are lost for that.
     absent: BTreeMap<DeviceKey, Instant>,
+    #[cfg(feature = "planted")]
+    bug: Option<sumac_hal::planted::Bug>,
 }
 
 /// The next group and its epoch, as one number: the epoch's term above the group. It counts groups, from a place that
@@ -221,19 +230,35 @@ impl NextView {
 
 impl State {
     /// Begin without devices and jobs, at a controller that started so many milliseconds after 1970.
-    pub(super) fn new(config: &ControllerConfig, started_ms: u64, wake: Arc<Condvar>) -> Self {
+    pub(super) fn new(config: &ControllerConfig, started_ms: u64, entropy: Entropy, wake: Arc<Condvar>) -> Self {
         Self {
             devices: BTreeMap::new(),
             jobs: BTreeMap::new(),
             books: Books::new(config.quotas.clone()),
             queue: Queue::default(),
             next_view: NextView::at(started_ms),
+            entropy,
+            now: Instant::now(),
             ready: VecDeque::new(),
             wake,
             crowded: BTreeMap::new(),
             silent: BTreeSet::new(),
             absent: BTreeMap::new(),
+            #[cfg(feature = "planted")]
+            bug: None,
         }
+    }
+
+    /// Give the state, its books and its queue a bug.
+    #[cfg(feature = "planted")]
+    pub(super) const fn plant(&mut self, bug: sumac_hal::planted::Bug) {
+        (self.bug, self.books.bug, self.queue.bug) = (Some(bug), Some(bug), Some(bug));
+    }
+
+    /// Take what an earlier life had booked for this one's.
+    #[cfg(feature = "planted")]
+    pub(super) fn believe(&mut self, earlier: Self) {
+        self.books.believe(earlier.books);
     }
 
     /// Take in a device, and offer it to jobs without a tree; false if one of that name is there.
@@ -244,7 +269,7 @@ impl State {
         }
         self.books.open(session.key(), session.room());
         self.devices.insert(name, Arc::clone(session));
-        self.note_present(&session.key(), Instant::now());
+        self.note_present(&session.key());
         self.reconsider(config);
         true
     }
@@ -253,7 +278,7 @@ impl State {
         if self.devices.get(session.name()).is_some_and(|known| Arc::ptr_eq(known, session)) {
             self.devices.remove(session.name());
             self.books.close(&session.key());
-            self.note_absent(session.key(), Instant::now());
+            self.note_absent(session.key());
             self.reconsider(config);
         }
     }
@@ -272,7 +297,8 @@ impl State {
         if rank.0 >= world {
             return Err(JoinRefusal::Rank { rank, world });
         }
-        let job = self.jobs.entry(name.clone()).or_insert_with(|| Job::new(world));
+        let token = self.entropy.number([self.next_view.0, self.jobs.len() as u64]);
+        let job = self.jobs.entry(name.clone()).or_insert_with(|| Job::new(world, token));
         if job.placement.is_some() || job.members.len() == job.world as usize {
             return Err(JoinRefusal::Running { job: name });
         }

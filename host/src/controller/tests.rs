@@ -5,7 +5,8 @@ mod offers;
 mod quotas;
 mod replan;
 
-use super::proto::{Attach, Membership, Terms, TreeMembership};
+use super::line::Line;
+use super::proto::{Attach, JoinRequest, Membership, Terms, TreeMembership};
 use super::*;
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, channel};
@@ -14,7 +15,7 @@ use sumac_hal::ctrl::{
     Announce, Bus, ChildMask, DeviceCapabilities, Envelope, GroupConfig, Name, NoBus, Order, Refusal, Request,
     Response, send,
 };
-use sumac_hal::ids::{BootId, ChildIndex, GroupId};
+use sumac_hal::ids::{BootId, ChildIndex, GroupId, Rank};
 use sumac_hal::port::Addr;
 
 /// Devices so far: each is a life of its own.

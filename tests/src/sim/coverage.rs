@@ -177,6 +177,30 @@ marks! {
     CommitRanksFailed = "view change: committed, ranks failed",
     /// A rank is out, with a minority.
     EndPartitioned = "view change: partitioned",
+    /// A world of tenants in which nothing is lost.
+    NothingLost = "tenants: nothing lost",
+    /// A device does not answer its controller for a while.
+    DeviceStalls = "tenants: device does not answer",
+    /// A device refuses a group for no good reason.
+    DeviceRefuses = "tenants: device refuses",
+    /// A device refuses a group that does not fit.
+    DeviceFull = "tenants: device is full",
+    /// A rank joins without a tree, and its job waits for one.
+    Queued = "tenants: in the queue",
+    /// A job's place in the queue changes.
+    PlaceTold = "tenants: place in the queue told",
+    /// A rank is offered a tree.
+    Offered = "tenants: tree offered",
+    /// The offer is off.
+    OfferWithdrawn = "tenants: offer withdrawn",
+    /// All ranks move to the tree.
+    MovedBack = "tenants: moved to the offered tree",
+    /// They do not, after all.
+    MovedNot = "tenants: offered tree not taken",
+    /// A tree comes when a rank waits no more.
+    TreeLate = "tenants: tree came too late",
+    /// A rank says that the tree is not taken.
+    TreeDeclined = "tenants: tree declined",
 }
 
 impl Mark {

@@ -4,9 +4,9 @@ use super::clock::{Clock, Whose};
 use super::cluster::Cluster;
 use super::coverage::Mark;
 use super::incident::Alarm;
-use super::report::{Report, Violation};
+use super::report::{Extents, Report, Violation};
 use super::setup::Member;
-use super::wiring::{Owner, child_key, group_id, owner};
+use super::wiring::{Owner, child_key, count_levels, group_id, owner};
 use sumac_hal::emu::Delivery;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::{HEADER_LEN, Kind, Packet, Repr};
@@ -87,6 +87,14 @@ impl Cluster<'_, '_> {
         self.seen.packet(&repr, is_up);
     }
 
+    /// How large the cluster is; whose its groups are does not matter here.
+    fn extents(&self) -> Extents {
+        let levels = self.options.trees.iter().map(|tree| u64::from(count_levels(tree)));
+        let levels = levels.fold([u64::MAX, 0], |[least, most], n| [least.min(n), most.max(n)]);
+        let (devices, ranks) = (self.devices.len() as u64, self.options.ranks as u64);
+        Extents { of: [[devices, devices], levels, [ranks, ranks], [u64::MAX, 0]] }
+    }
+
     pub(super) fn report(&self) -> Report {
         let mut counters = self.past;
         let nodes = self.devices.iter().flat_map(|device| &device.shards);
@@ -102,6 +110,7 @@ impl Cluster<'_, '_> {
             counters,
             attacks: self.attacker.sent(),
             seen: self.seen,
+            extents: self.extents(),
             view_changes: self.view_changes,
             repairs: self.seen.count(Mark::OpRepaired),
             repair_bytes: self.repair_bytes,

@@ -46,6 +46,7 @@ mod scenario;
 mod setup;
 mod shrink;
 mod straggler;
+mod tenants;
 mod trial;
 mod wiring;
 
@@ -56,7 +57,11 @@ pub use faults::{Faults, Spell};
 pub use loss::{Ill, Loss, Moment, Point};
 pub use options::{Draw, GroupOptions, Options, Sharing};
 pub use planted::Planted;
-pub use report::{Report, Violation};
+pub use report::{Extents, Report, Violation};
 pub use scenario::{Scenario, ScenarioKind};
 pub use shrink::{Shrunk, shrink};
 pub use straggler::{Stragglers, run_stragglers};
+pub use tenants::{
+    JobPlan, Room, Tenancy, TenantReport, TenantViolation, TenantsShrunk, Trouble, record_tenants, run_tenants,
+    shrink_tenants,
+};

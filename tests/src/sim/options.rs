@@ -253,7 +253,7 @@ fn draw_shape(draw: &mut Draw, ranks: usize, levels: u64, next: &mut usize) -> S
     Shape::Node(children)
 }
 
-fn draw_ops(draw: &mut Draw, ranks: usize, chunk_len_bytes: u16, most_chunks: u64) -> Vec<OpDesc> {
+pub(super) fn draw_ops(draw: &mut Draw, ranks: usize, chunk_len_bytes: u16, most_chunks: u64) -> Vec<OpDesc> {
     let count = 1 + draw.below(6);
     (0..count)
         .map(|_| {

@@ -228,6 +228,42 @@ impl Violation {
     }
 }
 
+/// How large something was, at least and at most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Extents {
+    /// Devices, levels of trees, ranks, tenants.
+    pub of: [[u64; 2]; 4],
+}
+
+impl Default for Extents {
+    fn default() -> Self {
+        Self { of: [[u64::MAX, 0]; 4] }
+    }
+}
+
+impl Extents {
+    /// What is in [`Extents::of`], and how far each has to reach where everything is met.
+    pub const LIMITS: [(&'static str, [u64; 2]); 4] =
+        [("devices", [1, 64]), ("levels", [1, 4]), ("ranks", [1, 256]), ("tenants", [1, 4])];
+
+    /// Of one run, with these levels of trees.
+    pub(super) const fn of(devices: u64, levels: [u64; 2], ranks: u64, tenants: u64) -> Self {
+        Self { of: [[devices, devices], levels, [ranks, ranks], [tenants, tenants]] }
+    }
+
+    /// Note how many levels a tree has.
+    pub(super) fn note_levels(&mut self, levels: u64) {
+        self.of[1] = [self.of[1][0].min(levels), self.of[1][1].max(levels)];
+    }
+
+    /// Add another run's.
+    pub fn merge(&mut self, other: &Self) {
+        for ([least, most], [other_least, other_most]) in self.of.iter_mut().zip(other.of) {
+            (*least, *most) = ((*least).min(other_least), (*most).max(other_most));
+        }
+    }
+}
+
 /// What a run did; of several runs, added up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Report {
@@ -281,6 +317,8 @@ pub struct Report {
     pub repair_bytes: u64,
     /// What the state machines went through.
     pub seen: Seen,
+    /// How large clusters were.
+    pub extents: Extents,
 }
 
 impl Report {
@@ -291,6 +329,7 @@ impl Report {
         self.in_flight_most = self.in_flight_most.max(other.in_flight_most);
         self.counters.merge(&other.counters);
         self.seen.merge(&other.seen);
+        self.extents.merge(&other.extents);
         for ((_, sum), (_, n)) in self.marks().into_iter().zip(other.clone().marks()) {
             *sum += *n;
         }

@@ -49,7 +49,7 @@ pub fn shrink(options: &Options, runs_max: usize) -> Option<Shrunk> {
 
 /// Return a part of `items` that still fails, and does not if any single one is taken away; `fails` is first asked
 /// about none of them, and never about all.
-fn fewest<T: Clone>(items: &[T], mut fails: impl FnMut(&[T]) -> bool) -> Vec<T> {
+pub(super) fn fewest<T: Clone>(items: &[T], mut fails: impl FnMut(&[T]) -> bool) -> Vec<T> {
     if items.is_empty() || fails(&[]) {
         return Vec::new();
     }
@@ -111,7 +111,7 @@ impl fmt::Display for Name {
 }
 
 /// A verdict as code.
-struct Code(Verdict);
+pub(super) struct Code(pub(super) Verdict);
 
 impl fmt::Display for Code {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

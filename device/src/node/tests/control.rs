@@ -61,7 +61,35 @@ fn trees_out_of_range() {
     };
     assert_eq!(install(&mut node, 1), Response::Done);
     assert_eq!(install(&mut node, 1), Response::Done, "again is no second entry");
+    create(&mut node, group_config(&setup, 0));
     assert_eq!(install(&mut node, 2), Response::Refused(Refusal::NoEntry { limit: 1 }));
+}
+
+/// A controller that is gone removes no trees: what nobody uses makes room, the oldest first, and never what is in use.
+#[test]
+fn a_tree_that_nobody_uses_makes_room() {
+    let setup = Setup { groups: 3, ..Setup::default() };
+    let mut node = bare(&setup);
+    let install = |node: &mut Node<'_>, id| {
+        let tree = TreeConfig { tree: TreeId(id), ..tree_config(&setup) };
+        node.control(&Request::InstallTree(tree), Instant::ZERO)
+    };
+    for id in 1..=3 {
+        assert_eq!(install(&mut node, id), Response::Done);
+    }
+    create(&mut node, group_config(&setup, 0));
+    for id in 4..=5 {
+        assert_eq!(install(&mut node, id), Response::Done);
+    }
+    assert_eq!(node.stats().trees, 3);
+    for (index, (id, is_gone)) in [(2, true), (3, true), (4, false), (5, false)].into_iter().enumerate() {
+        let group = GroupConfig { tree: TreeId(id), ..group_config(&setup, 1 + index) };
+        match is_gone {
+            true => refused(&mut node, &Request::CreateGroup(group), Refusal::NoTree(TreeId(id))),
+            false => create(&mut node, group),
+        }
+    }
+    assert_eq!(install(&mut node, 6), Response::Refused(Refusal::NoEntry { limit: 3 }));
 }
 
 #[test]

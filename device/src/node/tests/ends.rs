@@ -273,7 +273,8 @@ fn a_lease_ends_the_group_unless_somebody_valid_speaks() {
 
 type Renewal<'a> = &'a dyn Fn(&mut Rig);
 
-/// Any valid keyed packet renews a lease (PROTOCOL 10), whatever comes of it otherwise.
+/// Any valid keyed packet renews a lease (PROTOCOL 10), whatever comes of it otherwise, but for the answer to a probe of the
+/// node's own.
 #[test]
 fn every_kind_of_packet_renews_a_lease() {
     let setup = || Setup { has_parent: true, ..Setup::default() };
@@ -284,7 +285,7 @@ fn every_kind_of_packet_renews_a_lease() {
         let repr = Repr { reason: Some(NakReason::Missing), ..rig.down(Kind::Nak, 0, 7) };
         rig.put(PARENT, repr, &[]);
     };
-    let kinds: [(&str, Renewal<'_>); 11] = [
+    let kinds: [(&str, Renewal<'_>); 10] = [
         ("data", &|rig| rig.data(0, 1, &[1.0])),
         ("the same again", &|rig| rig.data(0, 0, &[1.0])),
         ("empty", &up(Kind::Empty, 1)),
@@ -293,7 +294,6 @@ fn every_kind_of_packet_renews_a_lease() {
         ("a child's mismatch", &nak(NakReason::Mismatch)),
         ("result", &down(Kind::Result)),
         ("done", &down(Kind::Done)),
-        ("status", &down(Kind::Status)),
         ("the parent's missing", &lost),
         ("renewal", &|rig| {
             assert_eq!(rig.node.control(&Request::RenewGroup(group_id(0)), rig.now), Response::Done);
@@ -309,6 +309,20 @@ fn every_kind_of_packet_renews_a_lease() {
         rig.pass_ms(1);
         assert!(!rig.node.has_group(group_id(0)), "{name} renews once");
     }
+}
+
+/// The ranks below are gone, and the parent is there: the lease ends all the same.
+#[test]
+fn nodes_do_not_keep_each_other() {
+    let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
+    rig.data(0, 0, &[1.0]);
+    rig.data(0, 1, &[1.0]);
+    for _ in 0..3 {
+        assert!(rig.node.has_group(group_id(0)));
+        rig.pass_ms(u64::from(LEASE_MS) / 3 + 1);
+        rig.put(PARENT, rig.down(Kind::Status, 0, 7), &[]);
+    }
+    assert!(!rig.node.has_group(group_id(0)));
 }
 
 #[test]

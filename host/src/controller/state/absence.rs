@@ -14,13 +14,14 @@ pub(in crate::controller) const ABSENCE: Duration = Duration::from_secs(1);
 
 impl State {
     /// A device's connection has ended.
-    pub(super) fn note_absent(&mut self, device: DeviceKey, now: Instant) {
-        self.absent.insert(device, now + ABSENCE);
+    pub(super) fn note_absent(&mut self, device: DeviceKey) {
+        self.absent.insert(device, self.now + ABSENCE);
         self.wake.notify_all();
     }
 
     /// A device is there: its absence in this life is over, and so are its lives before.
-    pub(super) fn note_present(&mut self, device: &DeviceKey, now: Instant) {
+    pub(super) fn note_present(&mut self, device: &DeviceKey) {
+        let now = self.now;
         self.absent.remove(device);
         for (other, due) in &mut self.absent {
             if other.name == device.name {
@@ -31,7 +32,8 @@ impl State {
     }
 
     /// Tell the ranks of trees on devices that have been away for too long. Returns when the next is due.
-    pub(in crate::controller) fn expire_absent(&mut self, now: Instant) -> Option<Instant> {
+    pub(super) fn expire_absent(&mut self) -> Option<Instant> {
+        let now = self.now;
         let gone: Vec<DeviceKey> =
             self.absent.iter().filter(|(_, due)| **due <= now).map(|(device, _)| device.clone()).collect();
         for device in &gone {

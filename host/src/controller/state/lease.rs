@@ -1,6 +1,6 @@
 //! Leases: groups are renewed while their job lives, and a group that a device has freed is freed everywhere.
 //!
-//! Any valid packet renews a group at the device that it reaches; the controller renews it at all, so that a job which does
+//! Any valid packet that comes of a rank's doing renews a group at the device that it reaches; the controller renews it at all, so that a job which does
 //! nothing for a while keeps its tree. A device that has no such group any more says so when it is to renew it. Then the
 //! group is released on all nodes, what it took is given back, and the job's ranks are told that the tree is lost.
 //!
@@ -10,10 +10,11 @@
 use super::State;
 use crate::controller::ControllerConfig;
 use crate::controller::books::DeviceKey;
-use crate::controller::device::{Asked, DeviceError, DeviceSession, answer_due};
+use crate::controller::device::{Asked, DeviceError, DeviceSession};
 use crate::controller::proto::ClientReply;
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Instant;
 use sumac_hal::ctrl::{Refusal, Request};
 use sumac_hal::ids::GroupId;
 
@@ -28,34 +29,66 @@ pub(in crate::controller) struct Renewed {
     expired: Vec<(DeviceKey, GroupId)>,
     /// The slots in use on devices that were crowded.
     slots_used: Vec<(DeviceKey, u32)>,
+    /// Devices that did not answer: jobs may do without them meanwhile.
+    silent: Vec<DeviceKey>,
+}
+
+/// What they were asked, until they have answered.
+pub(in crate::controller) struct Renewing {
+    leases: Vec<(Arc<DeviceSession>, GroupId, Result<Asked, DeviceError>)>,
+    stats: Vec<(Arc<DeviceSession>, Result<Asked, DeviceError>)>,
 }
 
 impl Round {
-    /// Ask all devices at once. The state is not locked meanwhile: one that has stopped takes seconds.
-    pub(in crate::controller) fn ask(self) -> Renewed {
-        let due = answer_due();
-        let post = |device: &Arc<DeviceSession>, request| device.post(request);
-        let leases: Vec<(_, Result<Asked, DeviceError>)> = self
-            .leases
-            .into_iter()
-            .map(|(device, group)| ((device.key(), group), (post(&device, Request::RenewGroup(group)), device)))
-            .map(|(lease, (asked, device))| ((lease, device), asked))
-            .collect();
-        let stats: Vec<_> = self.crowded.into_iter().map(|device| (post(&device, Request::Stats), device)).collect();
-        let mut renewed = Renewed { expired: Vec::new(), slots_used: Vec::new() };
-        for ((lease, device), asked) in leases {
+    /// Ask all devices at once.
+    pub(in crate::controller) fn ask(self) -> Renewing {
+        let renew = |(device, group): (Arc<DeviceSession>, GroupId)| {
+            let asked = device.post(Request::RenewGroup(group));
+            (device, group, asked)
+        };
+        let count = |device: Arc<DeviceSession>| {
+            let asked = device.post(Request::Stats);
+            (device, asked)
+        };
+        let leases = self.leases.into_iter().map(renew).collect();
+        Renewing { leases, stats: self.crowded.into_iter().map(count).collect() }
+    }
+}
+
+impl Renewing {
+    /// Take in what devices say, waiting until `due` at most. The state is not locked meanwhile: one that has stopped takes
+    /// seconds.
+    pub(in crate::controller) fn answered(self, due: Instant) -> Renewed {
+        let mut renewed = Renewed { expired: Vec::new(), slots_used: Vec::new(), silent: Vec::new() };
+        for (device, group, asked) in self.leases {
             match asked.and_then(|asked| device.done(&asked, due)) {
                 Ok(()) => {}
-                Err(DeviceError::Refused(Refusal::NoGroup(_))) => renewed.expired.push(lease),
-                Err(error) => tracing::warn!(device = device.name(), group = %lease.1, %error, "lease not renewed"),
+                Err(DeviceError::Refused(Refusal::NoGroup(_))) => renewed.expired.push((device.key(), group)),
+                Err(error) => {
+                    tracing::warn!(device = device.name(), %group, %error, "lease not renewed");
+                    renewed.silent.push(device.key());
+                }
             }
         }
-        for (asked, device) in stats {
-            if let Ok(stats) = asked.and_then(|asked| device.counted(&asked, due)) {
-                renewed.slots_used.push((device.key(), stats.slots_used));
+        for (device, asked) in self.stats {
+            match asked.and_then(|asked| device.counted(&asked, due)) {
+                Ok(stats) => renewed.slots_used.push((device.key(), stats.slots_used)),
+                Err(_) => renewed.silent.push(device.key()),
             }
         }
         renewed
+    }
+
+    /// Tell whether nothing more has to be waited for.
+    #[cfg(feature = "snapshot")]
+    pub(in crate::controller) fn has_answers(&self) -> bool {
+        let is_answered = |device: &DeviceSession, asked: &Result<Asked, DeviceError>| {
+            asked.as_ref().map_or(true, |asked| device.is_answered(asked))
+        };
+        let mut leases = self.leases.iter().map(|(device, _, asked)| (device, asked));
+        let mut stats = self.stats.iter().map(|(device, asked)| (device, asked));
+        leases.all(|(device, asked)| is_answered(device, asked))
+            && stats.all(|(device, asked)| is_answered(device, asked))
     }
 }
 
@@ -89,7 +122,8 @@ impl State {
                 *known = slots_used;
             }
         }
-        let were_silent = std::mem::take(&mut self.silent);
+        let mut were_silent = std::mem::take(&mut self.silent);
+        were_silent.extend(renewed.silent);
         let is_silent = |key: &DeviceKey| self.session(key).is_some_and(|device| !device.answers());
         let (silent, others): (_, BTreeSet<_>) = were_silent.into_iter().partition(is_silent);
         self.silent = silent;

@@ -13,13 +13,13 @@
 use super::{Job, State};
 use crate::coll::tree::Tree;
 use crate::controller::ControllerConfig;
-use crate::controller::admit::{Asking, Devices, Placement, Unreserved, draft};
+use crate::controller::admit::{Asking, Devices, Ids, Placement, Unreserved, draft};
 use crate::controller::books::{Books, Needs, Short};
 use crate::controller::device::{Asked, DeviceError, DeviceSession};
 use crate::controller::proto::{ClientReply, JoinRequest};
 use crate::controller::queue::{Bars, Queue, Scope, Standing, Waiting};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use sumac_hal::ctrl::{Order, Refusal};
 use sumac_hal::ids::{Epoch, GroupId, TreeId};
 
@@ -43,6 +43,12 @@ impl Draft {
     /// Ask the devices. The state is not locked meanwhile.
     pub(in crate::controller) fn reserve(&self, config: &ControllerConfig) -> Result<(), Unreserved> {
         self.placement.reserve(config, self.order)
+    }
+
+    /// The same step by step.
+    #[cfg(feature = "snapshot")]
+    pub(in crate::controller) const fn by_steps(&self) -> (&Placement, Order) {
+        (&self.placement, self.order)
     }
 }
 
@@ -99,13 +105,24 @@ impl State {
         Some(Draft { job: name.to_owned(), placement, order, tries })
     }
 
-    pub(super) fn next_ids(&mut self, name: &str) -> (GroupId, TreeId, Epoch) {
+    pub(super) fn next_ids(&mut self, name: &str) -> Ids {
         let (group, epoch) = self.next_view.take();
         let job = self.jobs.get(name);
         // A job's views count from 0, and its first group's epoch from 1. It wraps after 65535 views: still another than
         // the last one's.
         let counter = job.map_or(1, |job| job.view + u32::from(job.placement.is_some()) + 1) as u16;
-        (group, TreeId(group.0), Epoch { counter, ..epoch })
+        self.ids(group, Epoch { counter, ..epoch })
+    }
+
+    pub(super) const fn ids(&self, group: GroupId, epoch: Epoch) -> Ids {
+        Ids {
+            group,
+            tree: TreeId(group.0),
+            epoch,
+            entropy: self.entropy,
+            #[cfg(feature = "planted")]
+            bug: self.bug,
+        }
     }
 
     /// Draft a tree for a job, or say why there is none, and what it could wait for.
@@ -115,7 +132,7 @@ impl State {
         job: &Job,
         books: &Books,
         bars: &Bars,
-        ids: (GroupId, TreeId, Epoch),
+        ids: Ids,
     ) -> Result<Placement, NoTree> {
         let requests: Vec<&JoinRequest> = job.members.values().map(|member| &member.request).collect();
         let pinned = job.first().map_or(&[][..], |member| &member.pinned);
@@ -161,7 +178,7 @@ impl State {
         job: &Job,
         books: &Books,
         bars: &Bars,
-        ids: (GroupId, TreeId, Epoch),
+        ids: Ids,
     ) -> Result<Placement, String> {
         let requests: Vec<&JoinRequest> = job.members.values().map(|member| &member.request).collect();
         let pinned = job.first().map_or(&[][..], |member| &member.pinned);
@@ -198,12 +215,13 @@ impl State {
 
     /// A job has no tree: tell its ranks, unless they wait for one to join with.
     fn without(&mut self, config: &ControllerConfig, name: &str, none: NoTree) {
+        let now = self.now;
         let Some(job) = self.jobs.get_mut(name) else { return };
         let (view, is_new, why) = (job.view, job.placement.is_none(), none.why);
         let terms = |job: &Job| job.first().map(|member| member.request.terms.clone()).unwrap_or_default();
         let wait = Duration::from_millis(u64::from(terms(job).wait_ms));
-        let until = *job.joins_by.get_or_insert_with(|| Instant::now() + wait);
-        let can_join_later = is_new && Instant::now() < until;
+        let until = *job.joins_by.get_or_insert_with(|| now + wait);
+        let can_join_later = is_new && now < until;
         let can_wait = job.members.values().all(|member| member.request.terms.moves) || can_join_later;
         tracing::warn!(job = name, view, why, "no tree");
         match none.wait.filter(|_| can_wait) {
@@ -212,8 +230,9 @@ impl State {
                 let (standing, tried) = (Standing::Waits, Some(self.books.version()));
                 self.queue.enter(name, Waiting { tenant, ticket, passes: 0, scope, wanted, standing, tried });
                 if can_join_later {
-                    job.waits_until = Some(until);
+                    (job.waits_until, job.placing) = (Some(until), None);
                     self.wake.notify_all();
+                    self.tell_queue();
                     return;
                 }
             }

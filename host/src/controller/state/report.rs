@@ -5,6 +5,11 @@ use crate::controller::ControllerConfig;
 use crate::controller::device::{DeviceSession, answer_due};
 use crate::controller::proto::{DeviceStatus, FabricStatus, JobStatus, JobTree, StatusReport, TenantStatus};
 use crate::controller::queue::Standing;
+#[cfg(feature = "snapshot")]
+use crate::controller::{
+    books::{Amount, Claim, DeviceKey},
+    rehearsal::Booked,
+};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use sumac_hal::ctrl::Request;
@@ -16,6 +21,12 @@ pub(in crate::controller) struct Report {
 }
 
 impl Report {
+    /// Leave out what devices say of themselves.
+    #[cfg(feature = "snapshot")]
+    pub(in crate::controller) fn without_devices(self) -> StatusReport {
+        self.told
+    }
+
     /// Ask the devices. The state is not locked meanwhile: one that has stopped takes seconds.
     pub(in crate::controller) fn ask_devices(mut self) -> StatusReport {
         let due = answer_due();
@@ -51,6 +62,24 @@ impl State {
             tenants: self.report_tenants(),
         };
         Report { told, devices: self.devices.values().cloned().collect() }
+    }
+
+    /// Return all that the books hold, by group and device.
+    #[cfg(feature = "snapshot")]
+    pub(in crate::controller) fn booked(&self) -> Vec<Booked> {
+        let of = |claim: &Claim| {
+            let (group, tenant) = (claim.group, claim.tenant.clone());
+            let booked = move |(key, need): &(DeviceKey, Amount)| Booked {
+                group,
+                tenant: tenant.clone(),
+                device: key.name.clone(),
+                boot_id: key.boot_id,
+                slots: need.slots,
+                memory_bytes: need.memory_bytes,
+            };
+            claim.needs.iter().map(booked).collect::<Vec<_>>()
+        };
+        self.books.claims().flat_map(of).collect()
     }
 
     fn report_job(&self, name: &str, job: &Job) -> JobStatus {

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::Order;
-use sumac_hal::ids::{Epoch, GroupId, Rank, TreeId};
+use sumac_hal::ids::{Epoch, GroupId, Rank};
 
 /// How long what an offered tree takes is held for a job that does not come.
 const OFFER_LIMIT: Duration = Duration::from_secs(60);
@@ -51,7 +51,7 @@ impl State {
     /// Let a job that has no tree wait for one, if there could be one, from the next change on.
     fn enter_queue(&mut self, config: &ControllerConfig, name: &str) {
         let Some(job) = self.jobs.get(name) else { return };
-        let ids = (GroupId(0), TreeId(0), Epoch::default());
+        let ids = self.ids(GroupId(0), Epoch::default());
         let wait = match self.fit(config, job, &self.books, &Bars::default(), ids) {
             Ok(placement) => Some((Scope::Devices, placement.least())),
             Err(none) => none.wait,
@@ -91,6 +91,7 @@ impl State {
             Some(claim)
         });
         (self.queue, self.books) = (queue, books);
+        let until = self.now + OFFER_LIMIT;
         for name in served {
             if let (Some(job), Some(placement)) = (self.jobs.get_mut(&name), found.remove(&name)) {
                 let group = placement.group;
@@ -100,7 +101,7 @@ impl State {
                     self.ready.push_back(Draft::new(name, placement, order));
                 } else {
                     tracing::info!(job = name, view = job.view, "a tree is offered");
-                    job.hold = Some((group, Instant::now() + OFFER_LIMIT));
+                    job.hold = Some((group, until));
                     job.make_offer();
                 }
                 self.wake.notify_all();
@@ -124,8 +125,15 @@ impl State {
         }
     }
 
+    /// Give up what was held or waited for until now, devices included. Returns when the next is due.
+    pub(in crate::controller) fn expire_all(&mut self, config: &ControllerConfig) -> Option<Instant> {
+        let waits = self.expire_waits(config);
+        waits.into_iter().chain(self.expire_absent()).min()
+    }
+
     /// Give up what was held or waited for until now. Returns when the next is due.
-    pub(in crate::controller) fn expire_waits(&mut self, config: &ControllerConfig, now: Instant) -> Option<Instant> {
+    pub(in crate::controller) fn expire_waits(&mut self, config: &ControllerConfig) -> Option<Instant> {
+        let now = self.now;
         let due = |job: &Job| job.waits_until.into_iter().chain(job.hold.map(|(_, until)| until)).min();
         let is_due = |job: &Job| due(job).is_some_and(|at| at <= now);
         let names: Vec<String> =

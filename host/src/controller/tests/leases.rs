@@ -1,7 +1,7 @@
 //! Leases as the controller keeps them: what a device has freed is freed everywhere, and what an earlier controller has
 //! left is waited for.
 
-use super::super::proto::ClientReply;
+use super::super::proto::{ClientReply, ClientRequest};
 use super::replan::{Raw, of, released, replan, request, why};
 use super::*;
 use std::sync::atomic::{AtomicBool, AtomicU32};
@@ -108,4 +108,37 @@ fn a_device_that_was_silent_for_a_while_is_used_again() {
     let told = rank.hear_all();
     assert!(matches!(told, ClientReply::Offer { view: 0 } | ClientReply::Queued(_)), "{told:?}");
     assert_eq!(of(&replan(std::slice::from_mut(&mut rank), 0)[0]).leaf, "leaf0");
+}
+
+/// The same where nobody has asked it for a tree meanwhile, but only to renew a lease.
+#[test]
+fn a_device_that_did_not_renew_in_time_is_used_again() {
+    let controller = quick();
+    let (wake, woken) = channel::<()>();
+    let renewals = AtomicU64::new(0);
+    let answer = move |request: &Request| {
+        if matches!(request, Request::RenewGroup(_)) && renewals.fetch_add(1, Ordering::Relaxed) == 0 {
+            let _ = woken.recv();
+        }
+        Reply::Yes
+    };
+    let mut announce = announce("leaf0", 1, None);
+    announce.capabilities.groups = 1;
+    let device = Device::serve(&controller, announce, answer);
+    let mut first = Raw::join_with(&controller, request(0, 1), &[]);
+    let group = of(&first.joined()).group;
+    let silent = || controller.shared.lock().devices.values().any(|device| !device.answers());
+    while !silent() {
+        thread::yield_now();
+    }
+    first.say(ClientRequest::Leave);
+    let other = JoinRequest { job: "other".into(), ..request(0, 1) };
+    let mut second = Raw::join_with(&controller, other, &[]);
+    second.patient();
+    let waits = second.joined();
+    assert_eq!(why(&waits), "no device is connected to the controller; not asked, as it does not answer: leaf0");
+    drop(wake);
+    assert_eq!(released(&device), group);
+    let told = second.hear_all();
+    assert!(matches!(told, ClientReply::Offer { view: 0 } | ClientReply::Queued(_)), "{told:?}");
 }

@@ -99,6 +99,38 @@ fn who_finds_a_device_full_stands_in_the_queue_and_gets_the_tree_when_it_is_free
     assert_free(&controller);
 }
 
+/// A tree that a device has refused is not about to come.
+#[test]
+fn who_waits_after_a_refusal_is_offered_nothing() {
+    let controller = controller();
+    let full = |request: &Request| match request {
+        Request::CreateGroup(_) => Reply::with(Response::Refused(Refusal::NoSlots { need: 1 })),
+        _ => Reply::Yes,
+    };
+    let _device = Device::serve(&controller, announce("leaf0", 1, None), full);
+    let _rank = ask(&controller, "job", "x", 60_000);
+    let told = || status(controller.local_addr()).expect("a report").jobs.pop();
+    let waits = loop {
+        match told().filter(|job| job.queue.is_some()) {
+            Some(job) => break job,
+            None => thread::yield_now(),
+        }
+    };
+    assert_eq!((waits.queue, waits.is_offered), (place(1, 1), false));
+}
+
+/// Also who waits to join stands in the queue, and those that run are told so.
+#[test]
+fn who_waits_to_join_is_counted_for_those_that_run() {
+    let controller = controller();
+    let _device = small(&controller, "leaf0", 1);
+    let (_first, _) = begin(&controller, "first", "x");
+    let (mut second, waits) = begin(&controller, "second", "y");
+    assert_eq!(waits.queue, place(1, 1));
+    let _third = ask(&controller, "third", "z", 60_000);
+    assert_eq!(second.hear_all(), ClientReply::Queued(place(1, 2)));
+}
+
 #[test]
 fn a_quota_is_named_and_holds_up_nobody_else() {
     let groups = |groups| Quota { groups: Some(groups), ..Quota::default() };
@@ -325,7 +357,9 @@ fn who_does_not_come_for_what_is_offered_holds_it_only_so_long() {
     }
     let expire = |seconds| {
         let shared = &controller.shared;
-        shared.lock().expire_waits(&shared.config, Instant::now() + Duration::from_secs(seconds));
+        let mut state = shared.lock();
+        state.now += Duration::from_secs(seconds);
+        state.expire_waits(&shared.config);
     };
     expire(50);
     assert_eq!(job(&controller, "third").queue, place(1, 1));

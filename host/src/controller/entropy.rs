@@ -1,0 +1,45 @@
+//! Where secrets come from: the system, or, so that a rehearsal can be repeated, a seed.
+
+use super::admit::random_bytes;
+
+/// A source of numbers that nobody can guess.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Entropy {
+    System,
+    /// Numbers that anybody can guess.
+    #[cfg(feature = "snapshot")]
+    Seeded(u64),
+}
+
+impl Entropy {
+    /// Draw bytes; from a seed, the same for the same `what`.
+    pub(super) fn bytes<const N: usize>(self, what: [u64; 2]) -> [u8; N] {
+        match self {
+            Self::System => {
+                let _ = what;
+                random_bytes()
+            }
+            #[cfg(feature = "snapshot")]
+            Self::Seeded(seed) => {
+                let mut state = what.into_iter().fold(seed, |state, part| mix(state ^ part));
+                std::array::from_fn(|_| {
+                    state = mix(state);
+                    state as u8
+                })
+            }
+        }
+    }
+
+    pub(super) fn number(self, what: [u64; 2]) -> u64 {
+        u64::from_le_bytes(self.bytes(what))
+    }
+}
+
+/// The finaliser of SplitMix64.
+#[cfg(feature = "snapshot")]
+const fn mix(state: u64) -> u64 {
+    let mixed = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ mixed >> 31
+}

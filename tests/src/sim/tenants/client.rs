@@ -1,0 +1,252 @@
+//! A rank and its controller: what `sumac::controller::Session` and `sumac::comm` say on its connection, and make of what
+//! they hear there.
+
+use super::TenantViolation as Violation;
+use super::draw::Tenancy;
+use super::job::{End, Phase, Say};
+use super::wire::{Letter, Peer};
+use super::world::{Actor, Alarm, World};
+use crate::sim::coverage::Mark;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::time::Duration;
+use sumac::controller::proto::{Attach, ClientReply, ClientRequest, JoinRequest, Membership, Terms};
+use sumac_hal::ids::Rank;
+
+impl World<'_, '_> {
+    fn request(&self, (job, rank): (usize, usize)) -> JoinRequest {
+        let plan = &self.plan.jobs[job];
+        let addr = SocketAddr::from((Ipv4Addr::LOCALHOST, 1));
+        JoinRequest {
+            job: format!("job{job}"),
+            rank: Rank(rank as u32),
+            world: plan.world as u32,
+            host: plan.hosts.get(rank).cloned(),
+            order: plan.order,
+            mesh_addr: addr,
+            repair_addr: addr,
+            max_packet_len_bytes: 65_507,
+            attach: Attach::Udp,
+            machine: None,
+            terms: Terms { tenant: Tenancy::tenant(plan.tenant), wait_ms: plan.wait_ms, moves: plan.moves },
+        }
+    }
+
+    /// Dial, and ask to join; where there is no controller, again later.
+    pub(super) fn dial(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        if self.jobs[at.0].ranks[at.1].heard.is_one_gone {
+            return self.end(at, End::NotJoined);
+        }
+        let Some(controller) = &mut self.controller else {
+            self.schedule(self.now + DIAL_AGAIN, Alarm::Rank(at.0, at.1));
+            return Ok(());
+        };
+        controller.client_dials(sumac::controller::rehearsal::Conn(self.next_conn + 1));
+        let conn = self.open(Peer::Rank(at.0, at.1));
+        let until = self.now + JOIN_LIMIT + Duration::from_millis(self.plan.jobs[at.0].wait_ms.into());
+        let member = &mut self.jobs[at.0].ranks[at.1];
+        (member.conn, member.phase) = (Some(conn), Phase::Joining(until));
+        let request = self.request(at);
+        self.ask_controller(at, ClientRequest::Join(request));
+        self.schedule(until, Alarm::Rank(at.0, at.1));
+        Ok(())
+    }
+
+    /// The controller has said something.
+    pub(super) fn hear(&mut self, at: (usize, usize), reply: ClientReply) -> Result<(), Violation> {
+        let member = &mut self.jobs[at.0].ranks[at.1];
+        let is_joining = matches!(member.phase, Phase::Joining(_));
+        match reply {
+            ClientReply::Joined(membership) if is_joining => {
+                self.note_tree(at, &membership)?;
+                return self.begin(at, membership).and_then(|()| self.advance(at));
+            }
+            ClientReply::Refused(_) if is_joining => return self.end(at, End::NotJoined),
+            _ if is_joining || matches!(member.phase, Phase::Ended(_)) => {}
+            ClientReply::RankLost(_) => {
+                member.heard.is_one_gone = true;
+                return self.end(at, End::RanksFailed);
+            }
+            ClientReply::Repair { view } if member.has_tree && view >= member.view => {
+                self.report.seen.note(Mark::FrozenByWord);
+                self.freeze(at)?;
+            }
+            ClientReply::Offer { view } => {
+                let pause = ClientRequest::Pause { view, at: member.calls.offer(view) };
+                self.report.seen.note(Mark::Offered);
+                self.ask_controller(at, pause);
+            }
+            ClientReply::MoveAt { view, call } => member.calls.move_at(view, call),
+            ClientReply::Withdrawn => {
+                member.calls.withdraw();
+                self.report.seen.note(Mark::OfferWithdrawn);
+            }
+            ClientReply::Queued(place) => {
+                member.queue = place;
+                self.report.seen.note(Mark::PlaceTold);
+            }
+            ClientReply::Replanned { view, membership } => {
+                member.queue = membership.queue;
+                if member.given_up == Some(view.wrapping_sub(1)) {
+                    if membership.tree.is_ok() {
+                        self.report.seen.note(Mark::TreeLate);
+                        let why = "it came too late for a rank".into();
+                        self.ask_controller(at, ClientRequest::Decline { view, device: None, why });
+                    }
+                } else {
+                    member.answer = Some((view.wrapping_sub(1), Some(membership.clone())));
+                    self.note_tree(at, &membership)?;
+                }
+            }
+            ClientReply::NotReplanned { view, .. } => member.answer = Some((view, None)),
+            _ => {}
+        }
+        self.advance(at)
+    }
+
+    /// The tree is lost, as this rank says.
+    pub(super) fn suspect(&mut self, at: (usize, usize)) {
+        let view = self.jobs[at.0].ranks[at.1].view;
+        self.ask_controller(at, ClientRequest::Suspect { view });
+    }
+
+    /// All ranks are at the call where they move to the tree that was offered.
+    pub(super) fn move_to(&mut self, at: (usize, usize), view: u32) {
+        let member = &mut self.jobs[at.0].ranks[at.1];
+        if member.has_tree {
+            return member.calls.withdraw();
+        }
+        member.resumes = member.phase.clone();
+        (member.view, member.moves) = (view, true);
+        self.ask_for_tree(at);
+    }
+
+    /// Ask for another tree.
+    pub(super) fn ask_for_tree(&mut self, at: (usize, usize)) {
+        let until = self.now + REPLAN_LIMIT;
+        let member = &mut self.jobs[at.0].ranks[at.1];
+        (member.answer, member.found) = (None, None);
+        member.phase = Phase::Asks(until);
+        let view = member.view;
+        self.ask_controller(at, ClientRequest::Replan { view });
+        self.schedule(until, Alarm::Rank(at.0, at.1));
+    }
+
+    /// Take the controller's answer, or go on without; false if it may still come.
+    pub(super) fn take_answer(&mut self, at: (usize, usize), until: sumac_hal::time::Instant) -> bool {
+        let now = self.now;
+        let member = &mut self.jobs[at.0].ranks[at.1];
+        let view = member.view;
+        let answer = member.answer.take_if(|(of, _)| *of == view);
+        if answer.is_none() && member.conn.is_some() && now < until {
+            return false;
+        }
+        match answer {
+            Some((_, Some(membership))) => {
+                member.view += 1;
+                member.found = membership.tree.is_ok().then_some(membership);
+            }
+            Some((_, None)) => {}
+            None => {
+                member.given_up = Some(view);
+                self.report.seen.note(Mark::ControllerLate);
+            }
+        }
+        let member = &mut self.jobs[at.0].ranks[at.1];
+        let tree = member.found.as_ref().and_then(|membership| membership.tree.as_ref().ok());
+        let (epoch, group) = (member.epoch, tree.map_or(0, |tree| u64::from(tree.group.0) + 1));
+        member.phase = Phase::Votes;
+        if group == 0 {
+            self.report.seen.note(Mark::NoTree);
+        }
+        self.tell_all(at, &Say::Vote(epoch, group));
+        true
+    }
+
+    pub(super) fn decline(&mut self, at: (usize, usize), why: &str) {
+        let view = self.jobs[at.0].ranks[at.1].view;
+        self.report.seen.note(Mark::TreeDeclined);
+        self.ask_controller(at, ClientRequest::Decline { view, device: None, why: why.to_owned() });
+    }
+
+    /// A rank's connection has ended.
+    pub(super) fn miss_controller(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        let member = &mut self.jobs[at.0].ranks[at.1];
+        member.calls.withdraw();
+        member.queue = None;
+        match member.phase {
+            Phase::Joining(_) => self.end(at, End::NotJoined),
+            _ => self.advance(at),
+        }
+    }
+
+    pub(super) fn kill_rank(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        if !matches!(self.jobs[at.0].ranks[at.1].phase, Phase::Away | Phase::Ended(_)) {
+            self.jobs[at.0].is_disturbed = true;
+            self.report.seen.note(Mark::RankDied);
+            self.end(at, End::Killed)?;
+        }
+        Ok(())
+    }
+
+    /// A rank is through, in whatever way.
+    pub(super) fn end(&mut self, at: (usize, usize), end: End) -> Result<(), Violation> {
+        if end == End::RanksFailed {
+            if let Some(endpoint) = &mut self.jobs[at.0].ranks[at.1].endpoint {
+                endpoint.freeze();
+            }
+            self.check_torn(at)?;
+        }
+        self.check_rank_end(at, end)?;
+        self.report.count_end(end);
+        let leaves = end == End::Done || end == End::RanksFailed && self.draw.chance(500);
+        if leaves {
+            self.ask_controller(at, ClientRequest::Leave);
+        }
+        if end != End::Done {
+            self.leave_mesh(at);
+        }
+        let member = &mut self.jobs[at.0].ranks[at.1];
+        (member.phase, member.endpoint) = (Phase::Ended(end), None);
+        if let Some(conn) = member.conn.take() {
+            match end {
+                End::Killed => {
+                    self.conns.remove(&conn);
+                    self.mail(Letter::Gone(conn));
+                }
+                _ => self.close(conn),
+            }
+        }
+        self.touched.insert(Actor::Rank(at.0, at.1));
+        Ok(())
+    }
+
+    /// Note a tree, or the reason why there is none: there has to be one.
+    fn note_tree(&mut self, at: (usize, usize), membership: &Membership) -> Result<(), Violation> {
+        match &membership.tree {
+            Ok(tree) => {
+                self.report.placed += 1;
+                self.report.deepest(tree.facts.levels);
+                self.check_reserved(at, tree)
+            }
+            Err(why) if why.is_empty() => {
+                Err(Violation { oracle: "no reason", what: format!("job {} has no tree, and nobody says why", at.0) })
+            }
+            Err(_) => {
+                self.report.unplaced += 1;
+                if membership.queue.is_some() {
+                    self.report.seen.note(Mark::Queued);
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+/// How long a rank waits for the others to join.
+const JOIN_LIMIT: Duration = Duration::from_secs(20);
+
+/// How long the controller may take for another tree.
+const REPLAN_LIMIT: Duration = Duration::from_secs(6);
+
+/// How long a rank waits before it dials again.
+const DIAL_AGAIN: Duration = Duration::from_millis(90);

@@ -1,0 +1,236 @@
+//! Devices: a production node each, and its connection to the controller, as a board's agent keeps it: requests are done
+//! in order, a connection that ends is dialled anew, and groups outlive it.
+
+use super::TenantViolation as Violation;
+use super::draw::{Room, Tenancy};
+use super::watch::HeldGroup;
+use super::wire::{Letter, Peer};
+use super::world::{Actor, Alarm, World, device_addr};
+use crate::oracle::weight;
+use crate::sim::coverage::Mark;
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+use sumac::controller::rehearsal::Conn;
+use sumac_device::{Child, Event, Group, Node, NodeConfig, Slot, Storage};
+use sumac_hal::ctrl::{Announce, DropReason, Envelope, Name, Refusal, Request, Response, TreeConfig};
+use sumac_hal::emu::Delivery;
+use sumac_hal::ids::{BootId, GroupId};
+use sumac_hal::shard::Shard;
+use sumac_hal::time::Instant;
+use sumac_hal::wire::{Kind, Packet, Repr};
+
+/// The memory of one life of a device.
+pub(super) struct Tables {
+    groups: Vec<Option<Group>>,
+    trees: Vec<Option<TreeConfig>>,
+    children: Vec<Child>,
+    slots: Vec<Slot>,
+    bytes: Vec<u8>,
+}
+
+impl Tables {
+    pub(super) fn new(room: &Room) -> Self {
+        Self {
+            groups: (0..room.groups).map(|_| None).collect(),
+            trees: vec![None; room.groups],
+            children: vec![Child::EMPTY; room.children],
+            slots: vec![Slot::EMPTY; room.slots],
+            bytes: vec![0; room.bytes],
+        }
+    }
+}
+
+/// A device.
+pub(super) struct Device<'m> {
+    /// `None`: it is off.
+    pub(super) node: Option<Node<'m>>,
+    boot_id: BootId,
+    lives: u64,
+    spare: Vec<&'m mut Tables>,
+    pub(super) conn: Option<Conn>,
+    pub(super) stalled_until: Instant,
+    backlog: VecDeque<(Conn, Envelope<Request>)>,
+    /// So many more groups are refused.
+    pub(super) refuses: u32,
+    /// What an oracle knows of its groups.
+    pub(super) held: BTreeMap<GroupId, HeldGroup>,
+    /// It has missed what the controller said, so that what it holds may be nobody's until its lease runs out.
+    pub(super) disturbed: bool,
+}
+
+impl<'m> Device<'m> {
+    pub(super) fn new(plan: &Tenancy, index: usize, mut lives: Vec<&'m mut Tables>) -> Self {
+        let mut device = Self {
+            node: None,
+            boot_id: BootId(0),
+            lives: 0,
+            spare: Vec::new(),
+            conn: None,
+            stalled_until: Instant::ZERO,
+            backlog: VecDeque::new(),
+            refuses: 0,
+            held: BTreeMap::new(),
+            disturbed: false,
+        };
+        lives.reverse();
+        device.spare = lives;
+        device.start(plan, index);
+        device
+    }
+
+    /// Start with empty tables.
+    fn start(&mut self, plan: &Tenancy, index: usize) {
+        let Some(tables) = self.spare.pop() else { return };
+        self.boot_id = BootId(weight(&[plan.seed, index as u64, self.lives]));
+        self.lives += 1;
+        let config = NodeConfig {
+            shard: Shard::new(0, 1).expect("one shard"),
+            boot_id: self.boot_id,
+            max_packet_len_bytes: 65_507,
+            receive_buffer_bytes: 1 << 20,
+        };
+        let Tables { groups, trees, children, slots, bytes } = tables;
+        self.node = Some(plan.planted.node(Node::new(config, Storage { groups, trees, children, slots, bytes })));
+        self.disturbed = false;
+    }
+
+    /// Return what it says when it dials.
+    pub(super) fn announce(&self, index: usize) -> Announce {
+        let node = self.node.as_ref().expect("only a device that is on dials");
+        Announce {
+            name: Name::try_from(format!("d{index}").as_str()).expect("short"),
+            boot_id: self.boot_id,
+            capabilities: node.capabilities(),
+            data_addrs: std::iter::once(device_addr(index)).collect(),
+            bus: None,
+        }
+    }
+
+    pub(super) const fn boot_id(&self) -> BootId {
+        self.boot_id
+    }
+}
+
+impl World<'_, '_> {
+    pub(super) fn kill_device(&mut self, index: usize, len: Duration) {
+        let device = &mut self.devices[index];
+        // The last life has to last.
+        if device.node.is_none() || device.spare.is_empty() {
+            return;
+        }
+        device.node = None;
+        device.held.clear();
+        device.backlog.clear();
+        self.report.seen.note(Mark::LossDevice);
+        if let Some(conn) = self.devices[index].conn.take() {
+            self.conns.remove(&conn);
+            self.mail(Letter::Gone(conn));
+        }
+        self.schedule(self.now + len, Alarm::Boot(index));
+    }
+
+    pub(super) fn boot(&mut self, index: usize) {
+        let plan = self.plan;
+        self.devices[index].start(plan, index);
+        self.report.seen.note(Mark::LossRestart);
+        self.dial_device(index);
+    }
+
+    pub(super) fn ask_of_device(
+        &mut self,
+        index: usize,
+        conn: Conn,
+        request: Envelope<Request>,
+    ) -> Result<(), Violation> {
+        self.devices[index].backlog.push_back((conn, request));
+        self.answer_backlog(index)
+    }
+
+    /// Do what was asked, if the device does anything.
+    pub(super) fn answer_backlog(&mut self, index: usize) -> Result<(), Violation> {
+        while self.devices[index].stalled_until <= self.now {
+            let Some((conn, Envelope { id, message })) = self.devices[index].backlog.pop_front() else { break };
+            let response = self.control(index, &message)?;
+            if self.conns.get(&conn) == Some(&Peer::Device(index)) {
+                self.mail(Letter::FromDevice(conn, Envelope { id, message: response }));
+            }
+        }
+        Ok(())
+    }
+
+    fn control(&mut self, index: usize, request: &Request) -> Result<Response, Violation> {
+        let now = self.device_time(index);
+        let announce = (*request == Request::Hello).then(|| self.devices[index].announce(index));
+        if let Some(announce) = announce {
+            return Ok(Response::Hello(announce));
+        }
+        let device = &mut self.devices[index];
+        if matches!(request, Request::CreateGroup(_)) && device.refuses > 0 {
+            device.refuses -= 1;
+            self.report.seen.note(Mark::DeviceRefuses);
+            return Ok(Response::Refused(Refusal::Unknown));
+        }
+        let Some(node) = &mut device.node else { return Ok(Response::Refused(Refusal::Unknown)) };
+        let response = node.control(request, now);
+        match (request, &response) {
+            (Request::CreateGroup(config), Response::Done) => {
+                let bytes =
+                    node.stats().slot_memory_used_bytes - device.held.values().map(|held| held.bytes).sum::<u64>();
+                let held = HeldGroup { slots: u64::from(config.slots), bytes, lease_ms: config.lease_ms, heard: now };
+                device.held.insert(config.group, held);
+                self.report.seen.note(Mark::GroupCreated);
+            }
+            (Request::CreateGroup(_), Response::Refused(_)) => self.report.seen.note(Mark::DeviceFull),
+            (Request::ReleaseGroup(group), Response::Done) => {
+                device.held.remove(group);
+                self.report.seen.note(Mark::GroupReleased);
+            }
+            (Request::RenewGroup(group), Response::Done) => {
+                if let Some(held) = device.held.get_mut(group) {
+                    held.heard = now;
+                }
+            }
+            _ => {}
+        }
+        self.touched.insert(Actor::Device(index));
+        self.check_held(index)?;
+        Ok(response)
+    }
+
+    pub(super) fn deliver_to_device(&mut self, index: usize, delivery: &Delivery) {
+        let now = self.device_time(index);
+        let device = &mut self.devices[index];
+        let Some(node) = &mut device.node else { return };
+        let drops = |node: &Node<'_>| DropReason::ALL.map(|reason| node.counters().dropped(reason)).iter().sum::<u64>();
+        let dropped = drops(node);
+        node.handle(delivery.from, &delivery.bytes, now);
+        let group = Packet::new_checked(&delivery.bytes).ok().and_then(|packet| Repr::parse(&packet).ok());
+        // What was dropped for coming late or twice may have renewed all the same: that is not counted on.
+        let group = group.filter(|repr| repr.kind != Kind::Status).map(|repr| repr.group);
+        if let Some(held) = group.and_then(|group| device.held.get_mut(&group))
+            && drops(node) == dropped
+        {
+            held.heard = now;
+        }
+        self.touched.insert(Actor::Device(index));
+    }
+
+    /// Take what a device wants its board to know: a lease may run out only when it is over.
+    pub(super) fn note_events(&mut self, index: usize) -> Result<(), Violation> {
+        let now = self.device_time(index);
+        let device = &mut self.devices[index];
+        let Some(node) = &mut device.node else { return Ok(()) };
+        while let Some(event) = node.poll_event() {
+            self.report.seen.device_event(event);
+            let Event::LeaseExpired(group) = event else { continue };
+            let held = device.held.remove(&group);
+            let lease = held.map(|held| (held.heard, Duration::from_millis(held.lease_ms.into())));
+            if let Some((heard, lease)) = lease.filter(|(heard, lease)| now < *heard + *lease) {
+                let what =
+                    format!("device {index} let {group} go {:?} after a valid packet, of {lease:?}", now - heard);
+                return Err(Violation { oracle: "lease cut short", what });
+            }
+        }
+        self.check_held(index)
+    }
+}

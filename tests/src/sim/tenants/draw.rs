@@ -1,0 +1,309 @@
+//! What a seed draws: devices and how they are wired, tenants and their quotas, jobs that come and go, and what is lost.
+
+use super::world::DEVICES_FIRST;
+use crate::oracle::weight;
+use crate::sim::faults::Faults;
+use crate::sim::options::{Draw, draw_ops};
+use crate::sim::planted::Planted;
+use std::collections::BTreeMap;
+use std::time::Duration;
+use sumac::controller::{ControllerConfig, Quota, Quotas};
+use sumac::topo::Fabric;
+use sumac_hal::ctrl::Order;
+use sumac_hal::emu::LinkConfig;
+use sumac_hal::op::OpDesc;
+
+/// A world of tenants, and what happens in it.
+#[derive(Debug, Clone)]
+pub struct Tenancy {
+    /// The seed that all this and the run are drawn from.
+    pub seed: u64,
+    /// How many levels the switches have.
+    pub levels: u32,
+    /// How they are wired, as a fabric file; `None`: any device serves all ranks.
+    pub fabric: Option<String>,
+    /// The devices.
+    pub rooms: Vec<Room>,
+    /// What each tenant may hold.
+    pub quotas: Vec<Quota>,
+    /// How long a group lives without a packet or a renewal.
+    pub lease: Duration,
+    /// The payload limit in bytes.
+    pub chunk_len_bytes: u16,
+    /// The jobs, by when they come.
+    pub jobs: Vec<JobPlan>,
+    /// What is lost, and when.
+    pub ills: Vec<(Duration, Trouble)>,
+    /// What the links do wrong.
+    pub faults: Faults,
+    /// What every path is like.
+    pub link: LinkConfig,
+    /// The most that a letter to or from the controller takes.
+    pub mail_max: Duration,
+    /// What is wrong with the code.
+    pub planted: Planted,
+}
+
+/// What a device has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
+    /// Groups.
+    pub groups: usize,
+    /// Children of all groups.
+    pub children: usize,
+    /// Slots.
+    pub slots: usize,
+    /// Memory for slots.
+    pub bytes: usize,
+}
+
+/// A job.
+#[derive(Debug, Clone, PartialEq)]
+pub struct JobPlan {
+    /// Whose it is.
+    pub tenant: usize,
+    /// When its ranks come.
+    pub at: Duration,
+    /// Its ranks' hosts, where a fabric has some.
+    pub hosts: Vec<String>,
+    /// Its ranks.
+    pub world: usize,
+    /// The declared order.
+    pub order: Order,
+    /// How long joining waits for a tree.
+    pub wait_ms: u32,
+    /// Whether it takes a tree that is offered later.
+    pub moves: bool,
+    /// What it calls.
+    pub ops: Vec<OpDesc>,
+    /// The most that a rank takes between two calls.
+    pub think: Duration,
+    /// Jobs of the same kind want the same.
+    pub kind: usize,
+}
+
+/// What goes wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trouble {
+    /// A device is gone for a while, and then starts with empty tables.
+    Die(usize, Duration),
+    /// A device does not answer its controller for a while, and serves packets meanwhile.
+    Stall(usize, Duration),
+    /// A device refuses the next groups.
+    Refuse(usize, u32),
+    /// A device's connection to the controller ends.
+    CutDevice(usize),
+    /// The controller forgets everything, and is away for a while.
+    Controller(Duration),
+    /// A rank of a job dies.
+    Kill(usize, usize),
+    /// A rank's connection to the controller ends.
+    CutRank(usize, usize),
+}
+
+impl Tenancy {
+    /// Draw what happens from a seed.
+    pub fn draw(seed: u64) -> Self {
+        let mut draw = Draw::new(weight(&[seed, 0x7465_6e61]));
+        let chunk_len_bytes = 16 * (4 + draw.below(8) as u16);
+        let (levels, fabric, devices, hosts) = draw_fabric(&mut draw);
+        let rooms = draw_rooms(&mut draw, devices, usize::from(chunk_len_bytes));
+        let tenants = 1 + draw.below(4) as usize;
+        let quotas = (0..tenants).map(|_| draw_quota(&mut draw, u64::from(chunk_len_bytes))).collect();
+        let jobs = draw_jobs(&mut draw, tenants, &hosts, fabric.is_some(), chunk_len_bytes);
+        let ills = draw_ills(&mut draw, devices, &jobs);
+        let faults = if draw.chance(500) { Faults::draw(&mut draw) } else { Faults::default() };
+        Self {
+            seed,
+            levels,
+            fabric,
+            rooms,
+            quotas,
+            lease: Duration::from_millis(draw.one_of(&[1_000, 2_000, 9_000])),
+            chunk_len_bytes,
+            jobs,
+            ills,
+            faults,
+            link: LinkConfig {
+                latency: Duration::from_micros(draw.one_of(&[1, 5, 200])),
+                bandwidth_bytes_per_s: None,
+                receive_queue_bytes: None,
+                mark_queue_bytes: None,
+            },
+            mail_max: Duration::from_micros(draw.one_of(&[50, 2_000, 300_000])),
+            planted: Planted::default(),
+        }
+    }
+
+    /// Return the name of a tenant.
+    pub(super) fn tenant(index: usize) -> String {
+        format!("tenant{index}")
+    }
+
+    /// Return how its controller is set up in one of its lives.
+    pub(super) fn config(&self, life: u64) -> ControllerConfig {
+        let tenants = (0..).zip(&self.quotas).map(|(index, quota)| (Self::tenant(index), *quota)).collect();
+        ControllerConfig {
+            fabric: self.fabric.as_ref().map(|text| Fabric::from_toml(text).expect("a fabric")),
+            window_bytes: 8 * u32::from(self.chunk_len_bytes),
+            chunk_max_bytes: self.chunk_len_bytes,
+            shared_answers: false,
+            lease: self.lease,
+            quotas: Quotas { other: Quota::default(), tenants },
+            started_ms: Some(1_000_000 + 10_000 * life),
+            ..ControllerConfig::new()
+        }
+    }
+
+    /// From then on nothing goes wrong any more.
+    pub(super) fn healed_at(&self) -> Duration {
+        let end = |(at, ill): &(Duration, Trouble)| match ill {
+            Trouble::Die(_, len) | Trouble::Stall(_, len) | Trouble::Controller(len) => *at + *len,
+            _ => *at,
+        };
+        self.ills.iter().map(end).max().unwrap_or_default()
+    }
+}
+
+/// Switches in levels, each of a level above wired to those below; or none, where any device serves all. Returns also how
+/// many devices there are, and the names of hosts.
+fn draw_fabric(draw: &mut Draw) -> (u32, Option<String>, usize, Vec<String>) {
+    let large = draw.chance(25);
+    if draw.chance(400) {
+        let devices = if large { 64 } else { 1 + draw.below(5) as usize };
+        return (1, None, devices, Vec::new());
+    }
+    // One level is one switch, as no other could be reached.
+    let levels = 1 + draw.below(4) as usize;
+    let widths: Vec<usize> = match (large, levels) {
+        (true, 1 | 2) => vec![60, 4],
+        (true, 3) => vec![48, 12, 4],
+        (true, _) => vec![40, 16, 6, 2],
+        (false, 1) => vec![1],
+        _ => {
+            let mut width = |level| if level == 0 { 2 + draw.below(3) } else { 1 + draw.below(2) };
+            (0..levels).map(|level| width(level) as usize).collect()
+        }
+    };
+    let mut text = String::new();
+    let (mut hosts, mut below, mut devices) = (Vec::new(), Vec::new(), 0);
+    for (level, width) in widths.iter().enumerate() {
+        let here: Vec<usize> = (devices..devices + width).collect();
+        devices += width;
+        here.iter()
+            .for_each(|device| text.push_str(&format!("[[switch]]\nname = \"d{device}\"\naggregation = true\n")));
+        for device in &here {
+            let count = if level > 0 { 0 } else { 1 + draw.below(if large { 2 } else { 4 }) };
+            for _ in 0..count {
+                let host = format!("h{}", hosts.len());
+                text.push_str(&format!("[[host]]\nname = {host:?}\n[[link]]\nends = [{host:?}, \"d{device}\"]\n"));
+                hosts.push(host);
+            }
+        }
+        for (nth, low) in below.iter().enumerate() {
+            // Two ways up, where there are two.
+            let mut ups = [here[nth % width], here[(nth + 1) % width]].to_vec();
+            ups.dedup();
+            ups.iter().for_each(|up| text.push_str(&format!("[[link]]\nends = [\"d{low}\", \"d{up}\"]\n")));
+        }
+        below = here;
+    }
+    (levels as u32, Some(text), devices, hosts)
+}
+
+fn draw_rooms(draw: &mut Draw, devices: usize, chunk: usize) -> Vec<Room> {
+    let mut room = || Room {
+        groups: 1 + draw.below(4) as usize,
+        children: draw.one_of(&[8, 16, 40, 300]),
+        slots: draw.one_of(&[8, 20, 32, 64]),
+        bytes: chunk * draw.one_of(&[64, 200, 1_000, 5_000]),
+    };
+    let common = room();
+    (0..devices).map(|_| if devices > 8 { common } else { room() }).collect()
+}
+
+fn draw_quota(draw: &mut Draw, chunk: u64) -> Quota {
+    Quota {
+        groups: draw.chance(300).then(|| draw.one_of(&[0, 1, 1, 2, 2, 3])),
+        slots: draw.chance(200).then(|| draw.one_of(&[1, 8, 16, 24, 40])),
+        memory_bytes: draw.chance(200).then(|| chunk * draw.one_of(&[1, 64, 200, 300])),
+    }
+}
+
+/// Jobs of a few kinds, many of them alike: more than fit.
+fn draw_jobs(
+    draw: &mut Draw,
+    tenants: usize,
+    hosts: &[String],
+    has_fabric: bool,
+    chunk_len_bytes: u16,
+) -> Vec<JobPlan> {
+    let most = if has_fabric { hosts.len() } else { 12 };
+    let count = if draw.chance(150) { 14 } else { 1 + draw.below(6) as usize };
+    let large = draw.chance(15);
+    let kinds: Vec<JobPlan> = (0..1 + draw.below(3))
+        .map(|kind| {
+            let world = match (large, has_fabric) {
+                (true, false) => 256,
+                (true, true) => most.min(256),
+                _ => 1 + draw.below(most.min(5) as u64) as usize,
+            };
+            let mut left = hosts.to_vec();
+            let mut take = || left.swap_remove(draw.below(left.len() as u64) as usize);
+            let hosts = if has_fabric { (0..world).map(|_| take()).collect() } else { Vec::new() };
+            JobPlan {
+                tenant: 0,
+                at: Duration::ZERO,
+                hosts,
+                world,
+                order: draw.one_of(&[Order::Arrival, Order::TreeFold, Order::TreePairwise]),
+                wait_ms: draw.one_of(&[0, 0, 300, 5_000]),
+                moves: draw.chance(800),
+                ops: Vec::new(),
+                think: Duration::ZERO,
+                kind: kind as usize,
+            }
+        })
+        .collect();
+    let mut at = Duration::ZERO;
+    let mut jobs = Vec::new();
+    for _ in 0..if large { 2 } else { count } {
+        let kind = &kinds[draw.below(kinds.len() as u64) as usize];
+        at += Duration::from_millis(draw.one_of(&[0, 3, 200, 1_500]));
+        let rounds = if kind.world > 20 { 1 } else { 1 + draw.below(4) };
+        let chunks = (20 / kind.world as u64).clamp(1, 6);
+        let ops = (0..rounds).flat_map(|_| draw_ops(draw, kind.world, chunk_len_bytes, chunks)).collect();
+        let think = Duration::from_millis(draw.one_of(&[0, 5, 100, 700, 4_000]));
+        jobs.push(JobPlan { tenant: draw.below(tenants as u64) as usize, at, ops, think, ..kind.clone() });
+    }
+    jobs
+}
+
+/// Each kind of trouble is off in most runs.
+fn draw_ills(draw: &mut Draw, devices: usize, jobs: &[JobPlan]) -> Vec<(Duration, Trouble)> {
+    let mut ills = Vec::new();
+    let while_ = |draw: &mut Draw| Duration::from_millis(draw.one_of(&[100, 1_500, 7_000, 15_000]));
+    let kinds: BTreeMap<u64, bool> = (0..7).map(|kind| (kind, draw.chance(250))).collect();
+    for kind in kinds.into_iter().filter_map(|(kind, is_on)| is_on.then_some(kind)) {
+        for _ in 0..1 + draw.below(3) {
+            let scale = draw.one_of(&[3_000, 30_000, 500_000, 6_000_000]);
+            let at = Duration::from_micros(draw.below(scale));
+            let device = draw.below(devices as u64) as usize;
+            let job = draw.below(jobs.len() as u64) as usize;
+            let rank = draw.below(jobs[job].world as u64) as usize;
+            let ill = match kind {
+                0 => Trouble::Die(device, while_(draw)),
+                1 => Trouble::Stall(device, while_(draw)),
+                2 => Trouble::Refuse(device, 1 + draw.below(3) as u32),
+                3 => Trouble::CutDevice(device),
+                4 => Trouble::Controller(while_(draw)),
+                5 => Trouble::Kill(job, rank),
+                _ => Trouble::CutRank(job, rank),
+            };
+            // It happens while somebody is there.
+            ills.push((jobs[job].at + DEVICES_FIRST + at, ill));
+        }
+    }
+    ills.sort_by_key(|(at, _)| *at);
+    ills
+}

@@ -1,0 +1,593 @@
+//! Jobs, and their ranks: production endpoints, and the production decisions on calls and on what a repair does.
+//!
+//! A rank is a model of `sumac::comm` in what it waits for: it calls one operation after the other, moves where an offer
+//! says, and repairs what its tree leaves, together with all ranks of its job. Ranks that lose one of them end. How ranks
+//! agree while others die is tried by [`ScenarioKind::Ranks`](crate::sim::ScenarioKind::Ranks).
+
+use super::TenantViolation as Violation;
+use super::draw::{JobPlan, Tenancy};
+use super::world::{Actor, Alarm, World};
+use crate::oracle::{Shape, weight};
+use crate::sim::coverage::Mark;
+use crate::sim::faults::Faults;
+use crate::sim::memory::{Memory, OpMemory, chunks, results};
+use crate::sim::options::{GroupOptions, Options, Sharing};
+use crate::sim::reduce::{reduce, tree};
+use crate::sim::scenario::Scenario;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+use sumac::comm::rehearsal::{Begin, Calls};
+use sumac::controller::proto::{Membership, QueuePlace};
+use sumac::controller::rehearsal::Conn;
+use sumac::endpoint::{Endpoint, Event};
+use sumac::plan::Child;
+use sumac::rehearsal::{Account, Decision, Origin};
+use sumac_hal::emu::Delivery;
+use sumac_hal::ids::Rank;
+use sumac_hal::op::Path;
+use sumac_hal::time::Instant;
+
+/// How a rank ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum End {
+    /// It has all results.
+    Done,
+    /// The scenario has killed it.
+    Killed,
+    /// A rank of its job is gone.
+    RanksFailed,
+    /// It could not join: a rank of its job is gone, or the controller is.
+    NotJoined,
+}
+
+/// What a rank does.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Phase {
+    /// It is to dial.
+    Away,
+    /// It waits for the others, and perhaps for a tree, until then at most.
+    Joining(Instant),
+    /// Its program does something else.
+    Thinks(Instant),
+    /// It waits for its turn: the number of the call.
+    Turn(u64),
+    /// An operation goes through the tree.
+    InTree,
+    /// An operation runs by a schedule, once all are there.
+    InSchedule,
+    /// Its tree is lost: it waits for what the others have.
+    Frozen,
+    /// It waits for what it lacks.
+    Lands,
+    /// It has asked for another tree, and waits until then.
+    Asks(Instant),
+    /// It waits for what the others have found.
+    Votes,
+    /// It has all results, and waits for the others to.
+    Finishing,
+    Ended(End),
+}
+
+/// What ranks say to each other.
+#[derive(Debug, Clone)]
+pub(super) enum Say {
+    /// The tree of an epoch is lost.
+    Lost(u32),
+    /// What is left of it.
+    Account(u32, Account),
+    /// Something was given.
+    Given,
+    /// The group that was found, and one; 0: none.
+    Vote(u32, u64),
+    /// This operation was begun by a schedule.
+    Entered(usize),
+    Finished,
+    Gone,
+}
+
+/// A rank of a job.
+pub(super) struct Member {
+    pub(super) phase: Phase,
+    pub(super) conn: Option<Conn>,
+    /// Its place in the queue, as it was told.
+    pub(super) queue: Option<QueuePlace>,
+    /// How often the job was placed, as far as it knows.
+    pub(super) view: u32,
+    /// How often its way has changed.
+    pub(super) epoch: u32,
+    pub(super) calls: Calls,
+    pub(super) endpoint: Option<Endpoint>,
+    pub(super) has_tree: bool,
+    pub(super) memory: Memory,
+    pub(super) done: usize,
+    pub(super) called: usize,
+    /// What it does when its tree is made good.
+    pub(super) resumes: Phase,
+    pub(super) told: Option<Account>,
+    pub(super) decision: Option<Decision>,
+    pub(super) missing: BTreeSet<u64>,
+    /// What the controller has answered.
+    pub(super) answer: Option<(u32, Option<Box<Membership>>)>,
+    pub(super) found: Option<Box<Membership>>,
+    /// The view whose answer comes too late.
+    pub(super) given_up: Option<u32>,
+    /// It moves to a tree that is offered.
+    pub(super) moves: bool,
+    pub(super) heard: Heard,
+}
+
+/// What a rank has heard of the others.
+#[derive(Default)]
+pub(super) struct Heard {
+    lost: Option<u32>,
+    accounts: BTreeMap<u32, BTreeMap<usize, Account>>,
+    votes: BTreeMap<u32, BTreeMap<usize, u64>>,
+    entered: BTreeMap<usize, BTreeSet<usize>>,
+    finished: BTreeSet<usize>,
+    pub(super) is_one_gone: bool,
+}
+
+/// What was given of a chunk in a repair.
+#[derive(Default)]
+struct Piece {
+    contributions: BTreeMap<usize, Vec<u8>>,
+    result: Option<Vec<u8>>,
+}
+
+/// A job.
+pub(super) struct Job {
+    pub(super) index: usize,
+    pub(super) ranks: Vec<Member>,
+    /// A rank of it was killed, or cut off from the controller.
+    pub(super) is_disturbed: bool,
+    pub(super) has_lost_controller: bool,
+    /// What its oracle needs, from when its ranks have been told the expression.
+    options: Option<Options>,
+    results: BTreeMap<usize, Vec<Vec<u8>>>,
+    decisions: BTreeMap<u32, Decision>,
+    pieces: BTreeMap<(u32, u64), Piece>,
+    /// How many ranks have called each operation.
+    calls: BTreeMap<usize, usize>,
+}
+
+impl Job {
+    pub(super) fn new(index: usize, plan: &JobPlan) -> Self {
+        let member = || Member {
+            phase: Phase::Away,
+            conn: None,
+            queue: None,
+            view: 0,
+            epoch: 0,
+            calls: Calls::new(),
+            endpoint: None,
+            has_tree: false,
+            memory: Memory { first: 0, ops: Vec::new() },
+            done: 0,
+            called: 0,
+            resumes: Phase::Away,
+            told: None,
+            decision: None,
+            missing: BTreeSet::new(),
+            answer: None,
+            found: None,
+            given_up: None,
+            moves: false,
+            heard: Heard::default(),
+        };
+        Self {
+            index,
+            ranks: (0..plan.world).map(|_| member()).collect(),
+            is_disturbed: false,
+            has_lost_controller: false,
+            options: None,
+            results: BTreeMap::new(),
+            decisions: BTreeMap::new(),
+            pieces: BTreeMap::new(),
+            calls: BTreeMap::new(),
+        }
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        self.ranks.iter().all(|rank| matches!(rank.phase, Phase::Ended(_)))
+    }
+}
+
+/// Describe a job as the oracle of results knows a cluster.
+fn options_of(tenancy: &Tenancy, index: usize, expression: &[Vec<Child>]) -> Options {
+    let plan = &tenancy.jobs[index];
+    Options {
+        seed: weight(&[tenancy.seed, index as u64]),
+        trees: vec![shape_of(expression, 0)],
+        ranks: plan.world,
+        groups: vec![GroupOptions { tree: 0, order: plan.order, ops: plan.ops.clone() }],
+        shards: 1,
+        window: 8,
+        chunk_len_bytes: tenancy.chunk_len_bytes,
+        link: tenancy.link,
+        sharing: Sharing::Off,
+        spares: 0,
+        faults: Faults::default(),
+        skew_max: Duration::ZERO,
+        scenario: Scenario::Calm,
+        planted: tenancy.planted,
+    }
+}
+
+fn shape_of(expression: &[Vec<Child>], node: usize) -> Shape {
+    let child = |child: &Child| match child {
+        Child::Rank(rank) => Shape::Rank(rank.0 as usize),
+        Child::Node(below) => shape_of(expression, *below),
+    };
+    Shape::Node(expression[node].iter().map(child).collect())
+}
+
+impl World<'_, '_> {
+    fn member(&mut self, at: (usize, usize)) -> &mut Member {
+        &mut self.jobs[at.0].ranks[at.1]
+    }
+
+    /// All ranks of the job have joined: begin.
+    pub(super) fn begin(&mut self, at: (usize, usize), membership: Box<Membership>) -> Result<(), Violation> {
+        let (tenancy, now) = (self.plan, self.now);
+        let job = &mut self.jobs[at.0];
+        let options = options_of(tenancy, at.0, &membership.expression);
+        let known = job.options.get_or_insert(options);
+        if shape_of(&membership.expression, 0) != known.trees[0] {
+            return Err(Violation {
+                oracle: "disagreement",
+                what: format!("ranks of job {} were told different expressions", at.0),
+            });
+        }
+        let ops = 0..tenancy.jobs[at.0].ops.len();
+        let memory = Memory { first: 0, ops: ops.map(|op| OpMemory::before(known, 0, 0, at.1, op)).collect() };
+        let member = &mut job.ranks[at.1];
+        member.memory = memory;
+        member.queue = membership.queue;
+        member.phase = Phase::Thinks(now);
+        self.install(at, Some(membership));
+        self.catch_up(at)
+    }
+
+    /// Go on with the tree of a membership, or without.
+    fn install(&mut self, at: (usize, usize), membership: Option<Box<Membership>>) {
+        let (tenancy, world) = (self.plan, self.plan.jobs[at.0].world as u32);
+        let member = self.member(at);
+        let tree = membership.as_ref().and_then(|membership| membership.tree.as_ref().ok());
+        member.has_tree = tree.is_some();
+        member.memory.first = member.done;
+        if let Some((tree, membership)) = tree.zip(membership.as_ref()) {
+            let mut config = tree.endpoint((Rank(at.1 as u32), world), None, membership.table.version);
+            config.salt = weight(&[tenancy.seed, tree.key]) as u32;
+            member.endpoint = Some(tenancy.planted.endpoint(Endpoint::new(config)));
+        }
+        self.touched.insert(Actor::Rank(at.0, at.1));
+    }
+
+    /// What others have said of a loss in this epoch, perhaps before this rank was there.
+    fn catch_up(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        let member = self.member(at);
+        if member.heard.is_one_gone {
+            return self.end(at, End::RanksFailed);
+        }
+        if member.has_tree && member.heard.lost == Some(member.epoch) { self.freeze(at) } else { Ok(()) }
+    }
+
+    pub(super) fn hear_of_rank(&mut self, at: (usize, usize), from: usize, say: Say) -> Result<(), Violation> {
+        let member = self.member(at);
+        let heard = &mut member.heard;
+        match say {
+            Say::Lost(epoch) => heard.lost = heard.lost.max(Some(epoch)),
+            Say::Account(epoch, account) => _ = heard.accounts.entry(epoch).or_default().insert(from, account),
+            Say::Given => {}
+            Say::Vote(epoch, group) => _ = heard.votes.entry(epoch).or_default().insert(from, group),
+            Say::Entered(op) => _ = heard.entered.entry(op).or_default().insert(from),
+            Say::Finished => _ = heard.finished.insert(from),
+            // One that has said that it has all has left.
+            Say::Gone if heard.finished.contains(&from) => {}
+            Say::Gone => heard.is_one_gone = true,
+        }
+        let is_there = !matches!(member.phase, Phase::Away | Phase::Joining(_) | Phase::Ended(_));
+        if is_there && !self.is_busy(at) {
+            self.catch_up(at)?;
+        } else if is_there && self.member(at).heard.is_one_gone {
+            self.end(at, End::RanksFailed)?;
+        }
+        self.advance(at)
+    }
+
+    /// Tell whether a rank is in a repair or a move.
+    fn is_busy(&self, at: (usize, usize)) -> bool {
+        let phase = &self.jobs[at.0].ranks[at.1].phase;
+        matches!(phase, Phase::Frozen | Phase::Lands | Phase::Asks(_) | Phase::Votes)
+    }
+
+    /// Go as far as what has come allows.
+    pub(super) fn advance(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        let (world, ops) = (self.plan.jobs[at.0].world, self.plan.jobs[at.0].ops.len());
+        loop {
+            let now = self.now;
+            let member = self.member(at);
+            let epoch = member.epoch;
+            match member.phase.clone() {
+                Phase::Away => return self.dial(at),
+                Phase::Joining(until) if now >= until => return self.end(at, End::NotJoined),
+                Phase::Thinks(until) if now >= until => {
+                    if member.done == ops {
+                        self.member(at).phase = Phase::Finishing;
+                        self.tell_all(at, &Say::Finished);
+                        return Ok(());
+                    }
+                    member.phase = Phase::Turn(member.calls.call());
+                }
+                Phase::Turn(call) => match member.calls.begin(call) {
+                    Begin::Wait => return Ok(()),
+                    Begin::Go => self.call(at)?,
+                    Begin::Move(view) => self.move_to(at, view),
+                },
+                Phase::InSchedule => {
+                    let op = member.done;
+                    if member.heard.entered.get(&op).is_none_or(|ranks| ranks.len() < world) {
+                        return Ok(());
+                    }
+                    self.run_schedule(at)?;
+                }
+                Phase::Frozen if member.heard.accounts.get(&epoch).is_some_and(|all| all.len() == world) => {
+                    self.decide(at)?;
+                }
+                Phase::Lands => {
+                    self.land(at);
+                    if !self.member(at).missing.is_empty() {
+                        return Ok(());
+                    }
+                    self.ask_for_tree(at);
+                }
+                Phase::Asks(until) => {
+                    if !self.take_answer(at, until) {
+                        return Ok(());
+                    }
+                }
+                Phase::Votes if member.heard.votes.get(&epoch).is_some_and(|all| all.len() == world) => {
+                    self.commit(at)?;
+                }
+                Phase::Finishing if member.heard.finished.len() == world => return self.end(at, End::Done),
+                _ => return Ok(()),
+            }
+        }
+    }
+
+    /// Begin the operation of a call on whatever way there is.
+    fn call(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        let ops = &self.plan.jobs[at.0].ops;
+        let job = &mut self.jobs[at.0];
+        let member = &mut job.ranks[at.1];
+        let op = member.done;
+        if member.called == op {
+            member.called += 1;
+            *job.calls.entry(op).or_default() += 1;
+        }
+        if member.has_tree {
+            member.phase = Phase::InTree;
+            if let Some(endpoint) = &mut member.endpoint {
+                // Where the tree is lost already, it is begun again on the next.
+                let posted = endpoint.post(ops[op], Path::Tree);
+                assert!(posted.is_ok() || endpoint.error().is_some(), "{posted:?}");
+            }
+            self.touched.insert(Actor::Rank(at.0, at.1));
+        } else {
+            member.phase = Phase::InSchedule;
+            self.tell_all(at, &Say::Entered(op));
+        }
+        Ok(())
+    }
+
+    /// What a schedule does once all ranks are there is the schedules' own business: here it is done at once.
+    fn run_schedule(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        let op = self.member(at).done;
+        let after = self.after(at, op);
+        self.member(at).memory.ops[op] = after;
+        self.report.by_schedules += 1;
+        self.finish_op(at)
+    }
+
+    /// Return the buffers of an operation as they have to be when it has returned.
+    fn after(&mut self, (job, rank): (usize, usize), op: usize) -> OpMemory {
+        let Job { options, results: known, .. } = &mut self.jobs[job];
+        let options = options.as_ref().expect("it has begun");
+        let results = known.entry(op).or_insert_with(|| results(options, 0, 0, op));
+        OpMemory::before(options, 0, 0, rank, op).after(&options.groups[0].ops[op], options.ranks, rank, results)
+    }
+
+    /// An operation returns: what is there has to be right.
+    fn finish_op(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        let (now, plan) = (self.now, &self.plan.jobs[at.0]);
+        let op = self.member(at).done;
+        let called = self.jobs[at.0].calls.get(&op).copied().unwrap_or(0);
+        if called < plan.world {
+            let what = format!("job {} rank {} operation {op} when {called} ranks had called it", at.0, at.1);
+            return Err(Violation { oracle: "early completion", what });
+        }
+        let after = self.after(at, op);
+        let think = self.draw.below(plan.think.as_nanos() as u64 + 1);
+        let member = self.member(at);
+        if let Some((byte, [found, expected])) = member.memory.ops[op].first_difference(&after) {
+            let what =
+                format!("job {} rank {} operation {op}: byte {byte} is {found:#x}, not {expected:#x}", at.0, at.1);
+            return Err(Violation { oracle: "wrong result", what });
+        }
+        member.done += 1;
+        let until = now + Duration::from_nanos(think);
+        if !matches!(member.phase, Phase::Frozen | Phase::Lands | Phase::Votes) {
+            member.phase = Phase::Thinks(until);
+        }
+        self.schedule(until, Alarm::Rank(at.0, at.1));
+        Ok(())
+    }
+
+    pub(super) fn deliver_to_rank(&mut self, at: (usize, usize), view: u32, delivery: &Delivery) {
+        let now = self.rank_time(at);
+        let member = self.member(at);
+        let is_there = !matches!(member.phase, Phase::Ended(_)) && member.epoch % 64 == view;
+        if let Some(endpoint) = member.endpoint.as_mut().filter(|_| is_there) {
+            endpoint.handle(delivery.from, &delivery.bytes, &mut member.memory, now);
+            self.touched.insert(Actor::Rank(at.0, at.1));
+        }
+    }
+
+    /// Take what a rank's endpoint has to say.
+    pub(super) fn collect(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        loop {
+            let is_busy = self.is_busy(at);
+            let member = self.member(at);
+            let Some(event) = member.endpoint.as_mut().and_then(Endpoint::poll_event) else { return Ok(()) };
+            if matches!(member.phase, Phase::Ended(_)) || is_busy && matches!(event, Event::Failed(_)) {
+                continue;
+            }
+            match event {
+                Event::Completed(id) if member.memory.first + id.0 as usize == member.done => self.finish_op(at)?,
+                Event::Failed(error) if member.has_tree => {
+                    self.report.seen.endpoint_error(error);
+                    self.freeze(at)?;
+                }
+                Event::Failed(_) => {}
+                other => {
+                    let what = format!("job {} rank {}: {other:?} after {} operations", at.0, at.1, member.done);
+                    return Err(Violation { oracle: "order of completions", what });
+                }
+            }
+        }
+    }
+
+    /// The tree is lost: take nothing more in, and tell all what is here.
+    pub(super) fn freeze(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        if self.is_busy(at) || !self.member(at).has_tree {
+            return Ok(());
+        }
+        self.suspect(at);
+        let member = self.member(at);
+        let epoch = member.epoch;
+        let Some(endpoint) = &mut member.endpoint else { return Ok(()) };
+        endpoint.freeze();
+        let account = Account::of(endpoint);
+        member.told = Some(account.clone());
+        member.resumes = std::mem::replace(&mut member.phase, Phase::Frozen);
+        self.report.repairs += 1;
+        self.report.seen.note(Mark::FrozenByLoss);
+        self.tell_all(at, &Say::Lost(epoch));
+        self.tell_all(at, &Say::Account(epoch, account));
+        self.collect(at)
+    }
+
+    /// With everybody's account: work out the plan, and give away what is this rank's to give.
+    fn decide(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        let job = &mut self.jobs[at.0];
+        let member = &mut job.ranks[at.1];
+        let epoch = member.epoch;
+        let accounts: Vec<Account> = member.heard.accounts[&epoch].values().cloned().collect();
+        let Some(endpoint) = &member.endpoint else { return Ok(()) };
+        let failed = |why: String| Violation { oracle: "unrepairable", what: format!("job {}: {why}", at.0) };
+        let decision = Decision::of(&accounts, endpoint).map_err(failed)?;
+        if *job.decisions.entry(epoch).or_insert_with(|| decision.clone()) != decision {
+            return Err(Violation { oracle: "disagreement", what: format!("job {} epoch {epoch}", at.0) });
+        }
+        for chunk in &decision.chunks {
+            let bytes = chunk.give(endpoint, Rank(at.1 as u32), &mut member.memory);
+            let piece = job.pieces.entry((epoch, chunk.seq)).or_default();
+            match chunk.origin {
+                Origin::Held(holder) if holder.0 as usize == at.1 => piece.result = Some(bytes),
+                Origin::Held(_) => {}
+                Origin::Recompute => {
+                    piece.contributions.insert(at.1, bytes);
+                    if piece.contributions.len() == accounts.len() {
+                        let options = job.options.as_ref().expect("it has begun");
+                        let given: Vec<Vec<u8>> = piece.contributions.values().cloned().collect();
+                        let tree = tree(&options.trees[0], options.ranks, options.order(0));
+                        piece.result = Some(reduce(&tree, &chunk.desc, &given));
+                    }
+                }
+            }
+        }
+        member.missing = decision.chunks.iter().map(|chunk| chunk.seq).collect();
+        member.decision = Some(decision);
+        member.phase = Phase::Lands;
+        self.tell_all(at, &Say::Given);
+        Ok(())
+    }
+
+    /// Land what was given.
+    fn land(&mut self, at: (usize, usize)) {
+        let Job { ranks, pieces, .. } = &mut self.jobs[at.0];
+        let Member { endpoint, memory, missing, decision, epoch, .. } = &mut ranks[at.1];
+        let (Some(endpoint), Some(decision)) = (endpoint, decision) else { return };
+        for chunk in &decision.chunks {
+            let result = pieces.get(&(*epoch, chunk.seq)).and_then(|piece| piece.result.as_ref());
+            if let Some(result) = result.filter(|_| missing.remove(&chunk.seq)) {
+                chunk.land(endpoint, result, memory);
+            }
+        }
+    }
+
+    /// Go on with what all have found.
+    fn commit(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        let member = self.member(at);
+        let votes: BTreeSet<u64> = member.heard.votes[&member.epoch].values().copied().collect();
+        let all_alike = votes.len() == 1 && !votes.contains(&0);
+        let found = member.found.take();
+        if let Some(decision) = member.decision.take() {
+            let endpoint = member.endpoint.as_ref().expect("of the lost tree");
+            if Some(Account::of(endpoint)) != member.told {
+                return Err(Violation { oracle: "not fenced", what: format!("job {} rank {}", at.0, at.1) });
+            }
+            let below = member.memory.first + decision.completed_below(endpoint).0 as usize;
+            while self.member(at).done < below {
+                self.report.seen.note(Mark::OpRepaired);
+                self.finish_op(at)?;
+            }
+        } else if found.is_some() && !all_alike {
+            self.decline(at, "a rank is not in it");
+        }
+        let moves = self.member(at).moves;
+        self.report.seen.note(match (moves, all_alike) {
+            (true, true) => Mark::MovedBack,
+            (true, false) => Mark::MovedNot,
+            (false, true) => Mark::CommitTree,
+            (false, false) => Mark::CommitSchedules,
+        });
+        let now = self.now;
+        let member = self.member(at);
+        member.epoch += 1;
+        (member.told, member.endpoint) = (None, None);
+        member.missing.clear();
+        // As `sumac::comm` does, whatever way it goes on by.
+        member.calls.withdraw();
+        let (moved, resumes) = (std::mem::take(&mut member.moves), member.resumes.clone());
+        let begins = moved || member.called > member.done;
+        member.phase = if resumes == Phase::InTree { Phase::Thinks(now) } else { resumes };
+        self.install(at, found.filter(|_| all_alike));
+        if begins {
+            self.call(at)?;
+        }
+        self.schedule(now, Alarm::Rank(at.0, at.1));
+        self.catch_up(at)
+    }
+
+    /// Check what is in the buffers of an operation that fails: whole chunks, old or new.
+    pub(super) fn check_torn(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        let op = self.member(at).done;
+        if self.jobs[at.0].options.is_none() || op >= self.plan.jobs[at.0].ops.len() {
+            return Ok(());
+        }
+        let after = self.after(at, op);
+        let job = &self.jobs[at.0];
+        let options = job.options.as_ref().expect("checked above");
+        let desc = &options.groups[0].ops[op];
+        let before = OpMemory::before(options, 0, 0, at.1, op);
+        let cut = chunks(desc, options.ranks, options.chunk_len_bytes);
+        match job.ranks[at.1].memory.ops.get(op).and_then(|found| found.torn_chunk(&before, &after, desc, &cut)) {
+            Some(chunk) => {
+                let what = format!("job {} rank {} operation {op} chunk {chunk}", at.0, at.1);
+                Err(Violation { oracle: "torn chunk", what })
+            }
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,422 @@
+//! The event loop: devices and ranks as production state machines, the controller as one more, and the links between
+//! them. Only who was touched by an event is asked for output afterwards, in a fixed order.
+
+use super::TenantViolation as Violation;
+use super::device::Device;
+use super::draw::{Tenancy, Trouble};
+use super::job::{Job, Phase};
+use super::report::TenantReport;
+use super::watch::Watch;
+use super::wire::{Letter, Peer};
+use crate::oracle::weight;
+use crate::sim::clock::{Clock, Whose};
+use crate::sim::coverage::Mark;
+use crate::sim::options::Draw;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+use sumac::controller::rehearsal::{Conn, Rehearsed, Sent};
+use sumac_hal::emu::{Fabric, NthPacket, RandomFaults, Script};
+use sumac_hal::port::Addr;
+use sumac_hal::time::Instant;
+
+/// Whoever sends packets: a device, or a rank of a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Actor {
+    Device(usize),
+    Rank(usize, usize),
+}
+
+/// Something that happens at a set moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Alarm {
+    Strike(Trouble),
+    /// A device comes back.
+    Boot(usize),
+    /// A device answers what it was asked meanwhile.
+    Answer(usize),
+    ControllerUp,
+    /// A device dials.
+    DialDevice(usize),
+    /// A rank dials, or goes on, if it is time.
+    Rank(usize, usize),
+}
+
+pub(super) struct World<'t, 'm> {
+    pub(super) plan: &'t Tenancy,
+    pub(super) now: Instant,
+    pub(super) controller: Option<Rehearsed>,
+    /// How often the controller has started.
+    pub(super) life: u64,
+    #[cfg(feature = "planted")]
+    pub(super) earlier: Option<Rehearsed>,
+    pub(super) devices: Vec<Device<'m>>,
+    pub(super) jobs: Vec<Job>,
+    pub(super) fabric: Fabric,
+    alarms: BTreeMap<(Instant, u64), Alarm>,
+    alarm_numbers: u64,
+    pub(super) letters: BTreeMap<(Instant, u64), Letter>,
+    pub(super) letter_numbers: u64,
+    /// How many letters are on connections to the controller.
+    pub(super) on_wire: usize,
+    pub(super) last: BTreeMap<(u64, u64), Instant>,
+    /// Connections that are there, and whose they are.
+    pub(super) conns: BTreeMap<Conn, Peer>,
+    pub(super) next_conn: u64,
+    pub(super) draw: Draw,
+    pub(super) touched: BTreeSet<Actor>,
+    timers: BTreeSet<(Instant, Actor)>,
+    timer_of: BTreeMap<Actor, Instant>,
+    buffer: Vec<u8>,
+    pub(super) watch: Watch,
+    pub(super) report: TenantReport,
+}
+
+/// Where a device receives.
+pub(super) fn device_addr(device: usize) -> Addr {
+    Addr::Emu(device as u32)
+}
+
+/// Where a rank receives in one of its views.
+pub(super) fn rank_addr(job: usize, rank: usize, view: u32) -> Addr {
+    Addr::Emu(RANKS_FROM + ((job * 256 + rank) as u32) * VIEWS + view % VIEWS)
+}
+
+/// Whom an address belongs to, and in which view.
+pub(super) fn owner(addr: Addr) -> (Actor, u32) {
+    let Addr::Emu(n) = addr else { panic!("the simulator has emulated addresses only") };
+    match n.checked_sub(RANKS_FROM) {
+        Some(n) => (Actor::Rank((n / VIEWS / 256) as usize, (n / VIEWS % 256) as usize), n % VIEWS),
+        None => (Actor::Device(n as usize), 0),
+    }
+}
+
+impl<'t, 'm> World<'t, 'm> {
+    pub(super) fn new(plan: &'t Tenancy, devices: Vec<Device<'m>>) -> Self {
+        let mut fabric = Fabric::new(plan.seed, plan.link);
+        match &plan.faults.script {
+            Some(script) => fabric.add_rule(Script::new(script)),
+            None => fabric.add_rule(RandomFaults {
+                loss_per_mille: plan.faults.loss,
+                duplicate_per_mille: plan.faults.duplicate,
+                reorder_per_mille: plan.faults.reorder,
+                corrupt_per_mille: plan.faults.corrupt,
+                delay_max: plan.faults.delay_max,
+            }),
+        };
+        let mut world = Self {
+            plan,
+            now: Instant::ZERO,
+            controller: None,
+            life: 0,
+            #[cfg(feature = "planted")]
+            earlier: None,
+            devices,
+            jobs: plan.jobs.iter().enumerate().map(|(index, job)| Job::new(index, job)).collect(),
+            fabric,
+            alarms: BTreeMap::new(),
+            alarm_numbers: 0,
+            letters: BTreeMap::new(),
+            letter_numbers: 0,
+            on_wire: 0,
+            last: BTreeMap::new(),
+            conns: BTreeMap::new(),
+            next_conn: 0,
+            draw: Draw::new(weight(&[plan.seed, 0x776f_726c])),
+            touched: BTreeSet::new(),
+            timers: BTreeSet::new(),
+            timer_of: BTreeMap::new(),
+            buffer: vec![0; 65_536],
+            watch: Watch::default(),
+            report: TenantReport::of(plan),
+        };
+        plan.note(&mut world.report.seen);
+        world.start_controller();
+        plan.ills.iter().for_each(|(at, ill)| world.schedule(Instant::ZERO + *at, Alarm::Strike(*ill)));
+        (0..world.devices.len()).for_each(|device| world.schedule(Instant::ZERO, Alarm::DialDevice(device)));
+        for (job, plan) in plan.jobs.iter().enumerate() {
+            for rank in 0..plan.world {
+                let skew = Duration::from_micros(world.draw.below(5_000));
+                world.schedule(Instant::ZERO + DEVICES_FIRST + plan.at + skew, Alarm::Rank(job, rank));
+            }
+        }
+        world
+    }
+
+    pub(super) fn schedule(&mut self, at: Instant, alarm: Alarm) {
+        self.alarm_numbers += 1;
+        self.alarms.insert((at, self.alarm_numbers), alarm);
+    }
+
+    /// Run until every rank has its end, and then until everything that a lease keeps has run out.
+    pub(super) fn run(&mut self) -> Result<TenantReport, Violation> {
+        while !self.jobs.iter().all(Job::has_ended) {
+            let next = self.next_event().filter(|&at| at - Instant::ZERO < TIME_LIMIT);
+            let next = next.ok_or_else(|| self.hang())?;
+            self.turn(next)?;
+        }
+        let ended = self.now;
+        let end = ended.max(Instant::ZERO + self.plan.healed_at()) + 3 * self.plan.lease + SETTLE;
+        while let Some(next) = self.next_event().filter(|&at| at < end) {
+            self.turn(next)?;
+        }
+        self.check_end()?;
+        self.report.took = ended - Instant::ZERO;
+        self.report.log_hash = weight(&[self.fabric.log_hash(), self.letter_numbers, self.watch.hash]);
+        Ok(self.report.clone())
+    }
+
+    fn hang(&self) -> Violation {
+        let waits = |job: &Job| job.ranks.iter().position(|rank| !matches!(rank.phase, Phase::Ended(_)));
+        let found = self.jobs.iter().find_map(|job| Some((job.index, waits(job)?)));
+        let (job, rank) = found.unwrap_or_default();
+        let member = &self.jobs[job].ranks[rank];
+        let what = format!(
+            "at {:?} rank {rank} of job {job} still waits, in {:?} of epoch {} view {} after {} of {} operations",
+            self.now - Instant::ZERO,
+            member.phase,
+            member.epoch,
+            member.view,
+            member.done,
+            self.plan.jobs[job].ops.len()
+        );
+        Violation { oracle: "hang", what }
+    }
+
+    fn next_event(&self) -> Option<Instant> {
+        let alarms = self.alarms.keys().next().map(|&(at, _)| at);
+        let letters = self.letters.keys().next().map(|&(at, _)| at);
+        let timers = self.timers.first().map(|&(at, _)| at);
+        let controller = self.controller.as_ref().map(Rehearsed::poll_timeout);
+        [alarms, letters, timers, controller, self.fabric.next_event()].into_iter().flatten().min()
+    }
+
+    fn turn(&mut self, next: Instant) -> Result<(), Violation> {
+        self.now = self.now.max(next);
+        while let Some(entry) = self.alarms.first_entry().filter(|entry| entry.key().0 <= self.now) {
+            let alarm = entry.remove();
+            self.sound(alarm)?;
+        }
+        while let Some(entry) = self.letters.first_entry().filter(|entry| entry.key().0 <= self.now) {
+            let letter = entry.remove();
+            self.take(letter)?;
+        }
+        self.deliver()?;
+        self.time_out();
+        if let Some(controller) = self.controller.as_mut().filter(|controller| controller.poll_timeout() <= self.now) {
+            controller.handle_timeout(self.now);
+            self.watch.is_stale = true;
+        }
+        self.ask_touched()?;
+        self.send_of_controller()?;
+        self.look()
+    }
+
+    fn sound(&mut self, alarm: Alarm) -> Result<(), Violation> {
+        match alarm {
+            Alarm::Strike(trouble) => self.strike(trouble)?,
+            Alarm::Boot(device) => self.boot(device),
+            Alarm::Answer(device) => self.answer_backlog(device)?,
+            Alarm::ControllerUp => self.start_controller(),
+            Alarm::DialDevice(device) => self.dial_device(device),
+            Alarm::Rank(job, rank) => self.advance((job, rank))?,
+        }
+        Ok(())
+    }
+
+    fn strike(&mut self, trouble: Trouble) -> Result<(), Violation> {
+        match trouble {
+            Trouble::Die(device, len) => self.kill_device(device, len),
+            Trouble::Stall(device, len) => {
+                let device_ = &mut self.devices[device];
+                device_.stalled_until = device_.stalled_until.max(self.now + len);
+                self.report.seen.note(Mark::DeviceStalls);
+                self.schedule(self.now + len, Alarm::Answer(device));
+            }
+            Trouble::Refuse(device, count) => self.devices[device].refuses += count,
+            Trouble::CutDevice(device) => {
+                if let Some(conn) = self.devices[device].conn {
+                    self.cut(conn);
+                }
+            }
+            Trouble::Controller(len) => self.stop_controller(len),
+            Trouble::Kill(job, rank) => self.kill_rank((job, rank))?,
+            Trouble::CutRank(job, rank) => {
+                if let Some(conn) = self.jobs[job].ranks[rank].conn {
+                    self.jobs[job].is_disturbed = true;
+                    self.cut(conn);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The controller starts, with nothing known.
+    fn start_controller(&mut self) {
+        if self.controller.is_some() {
+            return;
+        }
+        let seed = weight(&[self.plan.seed, self.life, 0x6374_726c]);
+        let controller = Rehearsed::start(self.plan.config(self.life), seed, self.now);
+        self.controller = Some(controller);
+        if self.life > 0 {
+            self.report.seen.note(Mark::ControllerAgain);
+        }
+        self.life += 1;
+        #[cfg(feature = "planted")]
+        self.plant();
+    }
+
+    #[cfg(feature = "planted")]
+    fn plant(&mut self) {
+        let Some((controller, bug)) = self.controller.as_mut().zip(self.plan.planted.bug) else { return };
+        controller.plant(bug);
+        if let Some(earlier) = self.earlier.take().filter(|_| bug == sumac_hal::planted::Bug::OldLeaseBelieved) {
+            controller.believe(earlier);
+        }
+    }
+
+    fn stop_controller(&mut self, len: Duration) {
+        let Some(controller) = self.controller.take() else { return };
+        #[cfg(feature = "planted")]
+        {
+            self.earlier = Some(controller);
+        }
+        #[cfg(not(feature = "planted"))]
+        drop(controller);
+        self.report.seen.note(Mark::LossController);
+        for (conn, peer) in std::mem::take(&mut self.conns) {
+            if let Peer::Rank(job, _) = peer {
+                self.jobs[job].has_lost_controller = true;
+            }
+            self.tell_end(conn, peer);
+        }
+        self.letters.retain(|_, letter| !letter.is_on_wire());
+        self.on_wire = 0;
+        self.watch.controller_gone();
+        self.devices.iter_mut().for_each(|device| device.disturbed = true);
+        self.schedule(self.now + len, Alarm::ControllerUp);
+    }
+
+    fn deliver(&mut self) -> Result<(), Violation> {
+        for _ in 0..BURST {
+            let Some(delivery) = self.fabric.poll_delivery(self.now) else { return Ok(()) };
+            match owner(delivery.to) {
+                (Actor::Device(device), _) => self.deliver_to_device(device, &delivery),
+                (Actor::Rank(job, rank), view) => self.deliver_to_rank((job, rank), view, &delivery),
+            }
+        }
+        Ok(())
+    }
+
+    fn time_out(&mut self) {
+        let due: Vec<Actor> =
+            self.timers.iter().take_while(|(at, _)| *at <= self.now).map(|&(_, actor)| actor).collect();
+        for actor in due {
+            match actor {
+                Actor::Device(device) => {
+                    let now = self.device_time(device);
+                    if let Some(node) = &mut self.devices[device].node {
+                        node.handle_timeout(now);
+                    }
+                }
+                Actor::Rank(job, rank) => {
+                    let now = self.rank_time((job, rank));
+                    if let Some(endpoint) = &mut self.jobs[job].ranks[rank].endpoint {
+                        endpoint.handle_timeout(now);
+                    }
+                }
+            }
+            self.touched.insert(actor);
+        }
+    }
+
+    fn ask_touched(&mut self) -> Result<(), Violation> {
+        while let Some(actor) = self.touched.pop_first() {
+            let wake_at = match actor {
+                Actor::Device(device) => self.ask_device(device)?,
+                Actor::Rank(job, rank) => self.ask_rank((job, rank))?,
+            };
+            if let Some(at) = self.timer_of.remove(&actor) {
+                self.timers.remove(&(at, actor));
+            }
+            if let Some(at) = wake_at {
+                self.timers.insert((at, actor));
+                self.timer_of.insert(actor, at);
+            }
+        }
+        Ok(())
+    }
+
+    fn ask_device(&mut self, device: usize) -> Result<Option<Instant>, Violation> {
+        let now = self.device_time(device);
+        let from = device_addr(device);
+        let Some(node) = &mut self.devices[device].node else { return Ok(None) };
+        while let Some(sent) = node.poll_transmit(&mut self.buffer, now) {
+            self.fabric.send(self.now, from, sent.to, &self.buffer[..sent.len_bytes]);
+        }
+        let wake_at = node.poll_timeout();
+        self.note_events(device)?;
+        Ok(wake_at.map(|at| Clock::draw(self.plan.seed, Whose::Device(device)).when(at)))
+    }
+
+    fn ask_rank(&mut self, at: (usize, usize)) -> Result<Option<Instant>, Violation> {
+        let now = self.rank_time(at);
+        let member = &mut self.jobs[at.0].ranks[at.1];
+        let from = rank_addr(at.0, at.1, member.epoch);
+        if let Some(endpoint) = &mut member.endpoint {
+            while let Some(sent) = endpoint.poll_transmit(&member.memory, &mut self.buffer, now) {
+                self.fabric.send(self.now, from, sent.to, &self.buffer[..sent.len_bytes]);
+            }
+        }
+        self.collect(at)?;
+        self.advance(at)?;
+        let member = &mut self.jobs[at.0].ranks[at.1];
+        let wake_at = member.endpoint.as_ref().and_then(|endpoint| endpoint.poll_timeout());
+        Ok(wake_at.map(|at_| self.clock_of(at).when(at_)))
+    }
+
+    fn send_of_controller(&mut self) -> Result<(), Violation> {
+        while let Some((conn, sent)) = self.controller.as_mut().and_then(Rehearsed::poll_transmit) {
+            match sent {
+                Sent::Request(request) => self.mail(Letter::ToDevice(conn, request)),
+                Sent::Reply(reply) => self.mail(Letter::ToRank(conn, Box::new(reply))),
+                Sent::HangUp => self.cut(conn),
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn device_time(&self, device: usize) -> Instant {
+        Clock::draw(self.plan.seed, Whose::Device(device)).at(self.now)
+    }
+
+    fn clock_of(&self, (job, rank): (usize, usize)) -> Clock {
+        Clock::draw(self.plan.seed, Whose::Rank(job * 256 + rank))
+    }
+
+    pub(super) fn rank_time(&self, at: (usize, usize)) -> Instant {
+        self.clock_of(at).at(self.now)
+    }
+
+    /// Return what the links did wrong.
+    pub(super) fn faults(&self) -> Vec<NthPacket> {
+        self.fabric.faults().to_vec()
+    }
+}
+
+const RANKS_FROM: u32 = 1 << 16;
+
+/// Addresses of a rank: those of later views are told apart from those of this one.
+const VIEWS: u32 = 64;
+
+/// What a port hands to its node in one go.
+const BURST: usize = 32;
+
+/// Devices are there before the first jobs come.
+pub(super) const DEVICES_FIRST: Duration = Duration::from_millis(400);
+
+/// No run of these sizes needs this long.
+const TIME_LIMIT: Duration = Duration::from_secs(900);
+
+/// After the last end: for a device that does not answer, and for what is on its way.
+const SETTLE: Duration = Duration::from_secs(15);
