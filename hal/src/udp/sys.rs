@@ -185,11 +185,15 @@ impl SendBatch {
             self.headers.0.push(header);
         }
         let count = self.headers.0.len() as libc::c_uint;
+        let headers = self.headers.0.as_mut_ptr();
+        // Not by libc's function: musl's is a loop of `sendmsg`, a call into the kernel for each message.
         // SAFETY: every pointer in the headers was made above from `arena`, `lent`, `messages` and own storage,
         // which are borrowed until the call returns and were not moved or resized since; `sendmmsg` writes only to
-        // the headers (`msg_len`).
-        let sent =
-            unsafe { libc::sendmmsg(fd.as_raw_fd(), self.headers.0.as_mut_ptr(), count, libc::MSG_DONTWAIT as _) };
+        // the headers (`msg_len`). Padding that a libc has where the kernel has the upper half of a length is zero, as
+        // the headers began as zeroes.
+        let sent = unsafe {
+            libc::syscall(libc::SYS_sendmmsg, fd.as_raw_fd(), headers, count, libc::MSG_DONTWAIT as libc::c_int)
+        };
         usize::try_from(sent).map_err(|_| last_errno())
     }
 }
