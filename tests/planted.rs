@@ -1,7 +1,8 @@
 //! How good the simulator's oracles are: each planted bug ([`Bug`]) has to be found, and within how many seeds it is.
 //! And what the shrinker makes of what was found.
 //!
-//! Seed n runs one cluster, of the n-th kind in turn. `SEEDS=n` sets how many seeds a bug may take. The table also says
+//! Seed n runs one cluster, of the n-th kind in turn, or one by reference where only that can show the bug. `SEEDS=n` sets how many seeds a bug may take,
+//! `BUGS=Name,Name` which are looked for. The table also says
 //! how many faults of the links it takes to show the bug, out of how many there were.
 
 use std::sync::Mutex;
@@ -24,12 +25,17 @@ const SEEDS: u64 = 10_000;
 /// Runs that the shortest script of a bug may take to be found.
 const SHRINK_RUNS: usize = 200;
 
-fn cluster(seed: u64) -> Options {
-    Options::draw(seed, KINDS[seed as usize % KINDS.len()])
+/// Return the kinds of cluster that a bug is looked for in.
+fn kinds(bug: Bug) -> &'static [ScenarioKind] {
+    if Bug::BY_REFERENCE.contains(&bug) { &[ScenarioKind::Reference] } else { &KINDS }
+}
+
+fn cluster(kinds: &[ScenarioKind], seed: u64) -> Options {
+    Options::draw(seed, kinds[seed as usize % kinds.len()])
 }
 
 fn with(bug: Bug, seed: u64) -> Options {
-    Options { planted: bug.into(), ..cluster(seed) }
+    Options { planted: bug.into(), ..cluster(kinds(bug), seed) }
 }
 
 /// Do `work` for each number below `count`, on all cores.
@@ -57,19 +63,23 @@ fn each_is_found() {
     // Some are found by an assertion of the code: what it says would hide the table.
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
+    let asked = std::env::var("BUGS").ok();
+    let is_asked =
+        |bug: &Bug| asked.as_ref().is_none_or(|names| names.split(',').any(|name| name == format!("{bug:?}")));
+    let bugs: Vec<Bug> = Bug::ALL.into_iter().filter(is_asked).collect();
     let first = |bug| (0..limit).find(|&seed| run(&with(bug, seed)).is_err());
-    let found = on_all_cores(Bug::ALL.len(), |nth| {
-        let bug = Bug::ALL[nth];
+    let found = on_all_cores(bugs.len(), |nth| {
+        let bug = bugs[nth];
         first(bug).and_then(|seed| Some((seed, shrink(&with(bug, seed), SHRINK_RUNS)?)))
     });
     std::panic::set_hook(hook);
 
     println!("{:20}{:>6}  {:10}{:>12}  found by", "bug", "seeds", "in", "faults");
-    for (bug, found) in Bug::ALL.iter().zip(&found) {
+    for (bug, found) in bugs.iter().zip(&found) {
         let name = format!("{bug:?}");
         match found {
             Some((seed, shrunk)) => {
-                let kind = format!("{:?}", KINDS[*seed as usize % KINDS.len()]);
+                let kind = format!("{:?}", shrunk.options.scenario.kind());
                 let left = shrunk.options.faults.script.as_ref().map_or(0, Vec::len);
                 let faults = format!("{left} of {}", shrunk.recorded);
                 println!("{name:20}{:>6}  {kind:10}{faults:>12}  {}", seed + 1, shrunk.violation.oracle());
@@ -77,12 +87,14 @@ fn each_is_found() {
             None => println!("{name:20}     -  not found in {limit} seeds"),
         }
     }
-    let most = found.iter().flatten().map(|(seed, _)| *seed + 1).max().unwrap_or(0);
-    let without =
-        on_all_cores(most as usize, |seed| run(&cluster(seed as u64)).err().map(|violation| (seed, violation)));
-    let without: Vec<_> = without.into_iter().flatten().collect();
-    assert!(without.is_empty(), "without any bug: {without:?}");
-    println!("the same {most} seeds without any bug: passed");
+    for kinds in [&KINDS[..], &[ScenarioKind::Reference]] {
+        let seeds = bugs.iter().zip(&found).filter(|(bug, _)| self::kinds(**bug) == kinds);
+        let most = seeds.filter_map(|(_, found)| Some(found.as_ref()?.0 + 1)).max().unwrap_or(0);
+        let fails = |seed| run(&cluster(kinds, seed as u64)).err().map(|violation| (seed, violation));
+        let without: Vec<_> = on_all_cores(most as usize, fails).into_iter().flatten().collect();
+        assert!(without.is_empty(), "without any bug: {without:?}");
+        println!("the same {most} seeds of {kinds:?} without any bug: passed");
+    }
     assert!(found.iter().all(Option::is_some), "not all were found");
 }
 
@@ -104,4 +116,29 @@ fn a_failing_seed_shrinks_to_a_short_script() {
     }
     let mended = Options { planted: Default::default(), ..shrunk.options };
     run(&mended).unwrap_or_else(|violation| panic!("without the bug: {violation}"));
+}
+
+/// By reference, chains, devices and ranks fail as well: the few of these that it takes are left, and each is needed.
+#[test]
+fn mishaps_by_reference_are_made_fewer() {
+    let bug = Bug::RecordIgnored;
+    let seed = (0..SEEDS).find(|&seed| run(&with(bug, seed)).is_err()).expect("it is found");
+    let shrunk = shrink(&with(bug, seed), 2000).expect("it fails");
+    println!("{shrunk}");
+    let kept = shrunk.mishaps.clone().expect("it is by reference");
+    let keep = |kept: &[usize]| {
+        let mut options = with(bug, seed);
+        options.faults.script.clone_from(&shrunk.options.faults.script);
+        options.keep_mishaps(kept);
+        run(&options).err()
+    };
+    assert!((1..4).contains(&kept.len()), "{kept:?}");
+    assert_eq!(keep(&kept).as_ref(), Some(&shrunk.violation));
+    assert!(shrunk.to_string().contains(&format!("options.keep_mishaps(&{kept:?});")), "it prints as a test");
+    for without in 0..kept.len() {
+        let mut fewer = kept.clone();
+        fewer.remove(without);
+        let found = keep(&fewer).map(|violation| std::mem::discriminant(&violation));
+        assert_ne!(found, Some(std::mem::discriminant(&shrunk.violation)), "mishap {without} is not needed");
+    }
 }

@@ -11,7 +11,7 @@ use sumac_tests::sim::{
     run_tenants, shrink, shrink_tenants,
 };
 
-const KINDS: [ScenarioKind; 7] = [
+const KINDS: [ScenarioKind; 8] = [
     ScenarioKind::Calm,
     ScenarioKind::Mismatch,
     ScenarioKind::Death,
@@ -19,6 +19,7 @@ const KINDS: [ScenarioKind; 7] = [
     ScenarioKind::Hostile,
     ScenarioKind::Repair,
     ScenarioKind::Ranks,
+    ScenarioKind::Reference,
 ];
 
 /// Scenarios beside [`KINDS`]: ranks that come late, and tenants.
@@ -268,11 +269,17 @@ fn tenants() {
     add(count, &Report { seen: total.seen, extents: total.extents, took: total.took, ..Report::default() });
 }
 
+#[test]
+fn reference() {
+    let ends = ["ends: complete", "ends: ranks failed", "ranks killed", "view changes", "repaired operations"];
+    swarm(ScenarioKind::Reference, 300, &ends);
+}
+
 /// Seeds that failed once, by what was wrong. A change of what is drawn from a seed makes another cluster of it; what
 /// these found has a test of its own beside the code that was mended.
 #[test]
 fn seeds_that_failed_once() {
-    use ScenarioKind::{Death, Hostile, Mismatch, Ranks, Restart};
+    use ScenarioKind::{Death, Hostile, Mismatch, Ranks, Reference, Restart};
     // Operations called alike that begin at different seqs combined: `OpDesc::tree_signature`.
     let torn = [(Mismatch, 1649), (Mismatch, 1758)];
     // A refusal of a later chunk took the place of an earlier one's.
@@ -286,7 +293,9 @@ fn seeds_that_failed_once() {
     for seed in [1, 4, 13, 15, 215, 351] {
         run_tenants(&Tenancy::draw(seed)).unwrap_or_else(|violation| panic!("tenants SEED={seed}: {violation}"));
     }
-    for (kind, seed) in torn.into_iter().chain(told).chain(crowded).chain(passed) {
+    // What can never be fetched was fetched for ever, where others were fetched before it: `RedoSlot::reached`.
+    let fetched = [83, 256, 437].map(|seed| (Reference, seed));
+    for (kind, seed) in torn.into_iter().chain(told).chain(crowded).chain(passed).chain(fetched) {
         run(&Options::draw(seed, kind)).unwrap_or_else(|violation| panic!("{kind:?} SEED={seed}: {violation}"));
     }
 }

@@ -69,12 +69,27 @@ pub enum Bug {
     QuotaAfterBooking,
     /// Controller: after a restart it believes what was booked before.
     OldLeaseBelieved,
+    /// Node: a result is written to ranks before its redo slot says that it is there.
+    WrittenUnpublished,
+    /// Node: whatever a redo slot's record says, contributions are pulled again once a chain has failed.
+    RecordIgnored,
+    /// Node: contributions that were combined before a chain failed count as combined after it.
+    AccumulatorsKept,
+    /// Node: a child by reference is answered, or told that it is fenced, while a chain has its memory.
+    AnsweredInFlight,
+    /// Node: memory is not held while submissions name it.
+    RegionNotHeld,
+    /// Node and controller: there are as many redo slots as the window is long, and one is used again while children have
+    /// yet to be answered.
+    RedoReusedEarly,
+    /// Rank (as which the simulator acts, by reference): a device that lives is taken for fenced at once.
+    FenceForgotten,
 }
 
 #[cfg(feature = "planted")]
 impl Bug {
     /// All of them.
-    pub const ALL: [Self; 26] = [
+    pub const ALL: [Self; 33] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochForgotten,
@@ -101,6 +116,24 @@ impl Bug {
         Self::ChecksumUnchecked,
         Self::ComputedTwice,
         Self::MissingFence,
+        Self::WrittenUnpublished,
+        Self::RecordIgnored,
+        Self::AccumulatorsKept,
+        Self::AnsweredInFlight,
+        Self::RegionNotHeld,
+        Self::RedoReusedEarly,
+        Self::FenceForgotten,
+    ];
+
+    /// Those that only contributions by reference can show.
+    pub const BY_REFERENCE: [Self; 7] = [
+        Self::WrittenUnpublished,
+        Self::RecordIgnored,
+        Self::AccumulatorsKept,
+        Self::AnsweredInFlight,
+        Self::RegionNotHeld,
+        Self::RedoReusedEarly,
+        Self::FenceForgotten,
     ];
 }
 

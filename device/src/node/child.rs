@@ -174,6 +174,7 @@ impl Live<'_> {
                     || planted!(self.common, SlotReusedEarly))
                 && slot.pending.is_empty()
                 && self.is_quiet(index))
+            || slot.state == State::Answered && planted!(self.common, RedoReusedEarly)
     }
 
     /// Start on chunk `local` in slot `index`.

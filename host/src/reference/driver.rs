@@ -4,12 +4,13 @@
 //! slices, and between them the connection and the heartbeat are looked at.
 
 use super::Transfer;
-use super::attach::{Attached, Redo, Seating};
+use super::attach::{Attached, Seating};
 use super::endpoint::{BounceConfig, Places, ReferenceConfig, ReferenceEndpoint};
 use super::error::{AttachError, Breach, RegisterError};
 use super::memory::{Buffer, Registry};
 use super::pulse::{Pulse, Sign};
 use super::queue::{Admin, Answered, Ends, Purpose, Waker};
+use super::redo::Redo;
 use super::retire::{Fence, Life};
 use crate::endpoint::{Buffers, EndpointError, EndpointStats, Event, OpId, PostError, Verdict};
 use std::time::{Duration, Instant};

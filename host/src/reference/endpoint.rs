@@ -12,6 +12,7 @@
 //!   refusal of this rank's own entry, and an answer that makes no sense, end it at once.
 
 mod answers;
+mod remains;
 
 use super::bounce::Bounce;
 use crate::endpoint::{
@@ -309,12 +310,12 @@ impl ReferenceEndpoint {
     }
 
     /// Take in again what a device answers, though the group is over; not from one whose answers made no sense.
-    pub(super) fn reopen(&mut self) {
+    pub(crate) fn reopen(&mut self) {
         self.failed = self.failed.filter(|error| matches!(error, EndpointError::Broken(_)));
     }
 
     /// Submit nothing more and take in nothing more, as the group is over for its user.
-    pub(super) fn close(&mut self) {
+    pub(crate) fn close(&mut self) {
         self.fail(EndpointError::GroupLost);
         self.failure_told = true;
     }
@@ -394,6 +395,13 @@ impl ReferenceEndpoint {
         open.filter_map(|(chunk, seq)| chunk.dst.map(|(address, len)| (ChunkNo(seq), address, len)))
     }
 
+    /// Return how many chunks are submitted and have not landed, and how many bytes are kept of operations that have
+    /// returned.
+    #[cfg(feature = "snapshot")]
+    pub fn queues(&self) -> (usize, usize) {
+        (self.chunks.len(), self.ops.kept().map(crate::endpoint::Kept::len_bytes).sum())
+    }
+
     /// Return the operations.
     pub(crate) const fn ops(&self) -> &Ops {
         &self.ops
@@ -408,7 +416,7 @@ impl ReferenceEndpoint {
     /// Keep of the operations that are complete now what other ranks may lack (PROTOCOL 5): the caller's buffers are its
     /// own again. A result stays in its redo slot; but a device none of whose children wanted one never had it, and for
     /// such a chunk (of a broadcast's root, or a reduction to another device's rank) the input is kept.
-    pub(super) fn keep(&mut self, is_published: impl Fn(u64) -> bool, buffers: &mut impl Buffers) {
+    pub(crate) fn keep(&mut self, is_published: impl Fn(u64) -> bool, buffers: &mut impl Buffers) {
         let stable = self.stable.0;
         self.ops.forget_below(stable);
         let is_elsewhere = |op: &Op, from| {
@@ -416,17 +424,6 @@ impl ReferenceEndpoint {
             (from..op.end()).all(kept)
         };
         self.ops.keep_new(stable, is_elsewhere, |op, keep, to| keep.retain(op.id, buffers, to));
-    }
-
-    /// Return each chunk that is submitted and has not landed, with what this rank has to do with it.
-    pub(super) fn open(&self) -> Vec<(u64, OpId, Part)> {
-        let open = self.chunks.iter().zip(self.have..).filter(|(chunk, _)| chunk.state != State::Landed);
-        open.filter_map(|(_, seq)| self.ops.of_seq(seq).map(|op| (seq, op.id, op.part(seq)))).collect()
-    }
-
-    /// The result of a chunk was copied to the caller's buffer, as the device had not said so.
-    pub(super) fn salvaged(&mut self, seq: u64) {
-        self.chunks[(seq - self.have) as usize].state = State::Landed;
     }
 
     fn next(&self) -> u64 {

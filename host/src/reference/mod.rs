@@ -19,6 +19,7 @@
 //! | `attach` | the handshake with the device |
 //! | `queue` | both ends of a queue of the function, and who wakes whom |
 //! | `memory` | registered memory: [`Buffer`], and where a slice lies in it |
+//! | `redo` | what the device has published, as this rank reads it |
 //! | `pulse` | whether the device's runtime goes on |
 //! | `driver` | all of it together, as [`TreeDriver`](crate::exec::TreeDriver) is for packets |
 //! | `retire` | the fence, and what is left when the device is gone |
@@ -41,16 +42,19 @@ mod error;
 mod memory;
 mod pulse;
 mod queue;
+mod redo;
 mod retire;
 #[cfg(test)]
 mod tests;
 
 pub use attach::Seating;
 pub use driver::ReferenceDriver;
-pub use endpoint::{Drain, Fill, Places, ReferenceConfig, ReferenceEndpoint, Run};
+pub use endpoint::{BounceConfig, Drain, Fill, Places, ReferenceConfig, ReferenceEndpoint, Run};
 pub use error::{AttachError, Breach, RegisterError};
 pub use memory::Buffer;
 pub use queue::Waker;
+#[cfg(feature = "snapshot")]
+pub(crate) use redo::{ReadAt, Redo};
 
 /// The way that an operation's bytes took between this rank and its leaf device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -21,8 +21,6 @@ use crate::endpoint::{Buffers, Ops};
 use crate::repair::Remains;
 use std::sync::PoisonError;
 use std::time::Duration;
-use sumac_hal::dma::Address;
-use sumac_hal::ids::ChunkNo;
 use sumac_hal::mmio::{AdminCommand, EntryStatus};
 use sumac_hal::shm::Peer;
 
@@ -92,16 +90,8 @@ impl ReferenceDriver {
             _ = most.into_iter().find(|_| !self.collect(buffers));
         }
         self.retire();
-        let view = (self.config.group, self.config.epoch);
-        let mut result = vec![0; usize::from(self.config.chunk_len_bytes)];
-        for (seq, op, part) in self.endpoint.open() {
-            let Some(landing) = part.takes.filter(|_| seq < self.endpoint.own_end()) else { continue };
-            if self.redo.published(view, seq, &mut result[..landing.result_len]) {
-                let part = &result[landing.part];
-                buffers.output(op)[landing.at..][..part.len()].copy_from_slice(part);
-                self.endpoint.salvaged(seq);
-            }
-        }
+        let (redo, view) = (&self.redo, (self.config.group, self.config.epoch));
+        self.endpoint.land_published(|seq, result| redo.published(view, seq, result), buffers);
     }
 
     pub(super) fn fence(&mut self) -> Fence {
@@ -154,22 +144,16 @@ impl ReferenceDriver {
 
     /// Copy what was published and perhaps not delivered; returns how many chunks.
     fn recover(&mut self) -> usize {
-        let end = self.endpoint.own_end();
-        let open: Vec<(ChunkNo, Address, usize)> = self.endpoint.exposed().filter(|(seq, ..)| seq.0 < end).collect();
-        let view = (self.config.group, self.config.epoch);
-        let mut result = vec![0; usize::from(self.config.chunk_len_bytes)];
-        let mut recovered = 0;
-        for (seq, address, len) in open {
-            let (Some(result), Some(region)) = (result.get_mut(..len), self.registry.region(address.region)) else {
-                continue;
-            };
-            if self.redo.published(view, seq.0, result) {
+        let (redo, view, registry) = (&self.redo, (self.config.group, self.config.epoch), &self.registry);
+        self.endpoint.recover(
+            |seq, result| redo.published(view, seq, result),
+            |address, result| {
+                let Some(region) = registry.region(address.region) else { return false };
                 let region = region.lock().unwrap_or_else(PoisonError::into_inner);
                 region.write(address.offset_bytes as usize, result);
-                recovered += 1;
-            }
-        }
-        recovered
+                true
+            },
+        )
     }
 }
 

@@ -5,11 +5,13 @@
 //! [`Change`]'s.
 
 mod change;
+mod left;
 
 use super::plan::{Ledgers, Plan, plan};
 use super::{Ledger, Remains, Source, give_contribution, give_result, land, ledger, result_lens};
 use crate::endpoint::{Buffers, Endpoint, OpId};
 pub use change::{Attempt, Change, End, Landed, Outcome, Promise, Promises, Said, Settlement, Step};
+pub use left::{Left, ReadRedo, RedoPlace, RedoSlots};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::OpDesc;
 
@@ -78,10 +80,10 @@ impl Decision {
 }
 
 /// Return the chunks of a plan's pieces.
-fn chunks_of(plan: &Plan, endpoint: &Endpoint) -> Vec<Chunk> {
+fn chunks_of(plan: &Plan, remains: &dyn Remains) -> Vec<Chunk> {
     let mut chunks = Vec::new();
     for piece in &plan.pieces {
-        let len_of = result_lens(endpoint, &piece.op);
+        let len_of = result_lens(remains, &piece.op);
         let origin = match piece.source {
             Source::Held(rank) => Origin::Held(rank),
             Source::Recompute => Origin::Recompute,

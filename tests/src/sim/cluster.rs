@@ -13,6 +13,7 @@ use super::incident::Alarm;
 use super::loss::{Pending, Point};
 use super::mail::Mail;
 use super::options::{Draw, Options};
+use super::reference;
 use super::repair::{Record, Way, is_loss_of_tree};
 use super::report::{Report, Violation};
 use super::scenario::Scenario;
@@ -115,12 +116,18 @@ pub(super) struct Cluster<'o, 'm> {
 /// # Errors
 /// The first [`Violation`].
 pub fn run(options: &Options) -> Result<Report, Violation> {
+    if options.by_reference().is_some() {
+        return reference::run(options, false).0;
+    }
     set_up(options, |cluster| cluster.finish())?
 }
 
 /// Run a cluster to its end, and return also what its links did wrong: with that as
 /// [`Faults::script`](super::Faults::script) the run is the same.
 pub fn record(options: &Options) -> (Result<Report, Violation>, Vec<NthPacket>) {
+    if options.by_reference().is_some() {
+        return reference::run(options, true);
+    }
     let recorded = set_up(options, |cluster| {
         cluster.fabric.record_faults();
         let outcome = cluster.finish();

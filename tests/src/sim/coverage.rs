@@ -201,6 +201,70 @@ marks! {
     TreeLate = "tenants: tree came too late",
     /// A rank says that the tree is not taken.
     TreeDeclined = "tenants: tree declined",
+    /// A buffer is registered.
+    RefRegistered = "memory: registered",
+    /// It is given back, and nothing uses it.
+    RefDeregistered = "memory: registered > free",
+    /// A rank is gone, and its memory is in use.
+    RefStranded = "memory: stranded",
+    /// A dead rank's memory is taken from under the engine.
+    RefRevoked = "memory: revoked in use",
+    /// A run of chunks is submitted.
+    RefSubmitted = "reference: posted > submitted",
+    /// Its input is copied to the bounce buffer before.
+    RefFilled = "reference: input > bounce",
+    /// A result is copied from the bounce buffer.
+    RefDrained = "reference: bounce > output",
+    /// The ring for submissions has no place.
+    RefRingFull = "reference: ring full",
+    /// The device takes a run.
+    RefTaken = "reference: submitted > absent",
+    /// It does not yet: beyond the window, or no place for the answers.
+    RefParked = "reference: held back",
+    /// It does not take it, or answers that it comes to nothing.
+    RefRefused = "reference: refused",
+    /// The engine fetches a contribution.
+    RefPulled = "reference: pulling > in",
+    /// A chain has failed before anything was published.
+    RefPoisoned = "reference: pulling > poisoned",
+    /// A chunk is answered.
+    RefAnswered = "reference: answered",
+    /// A result is published in its redo slot.
+    RedoPublished = "redo slot: published",
+    /// It is written back to a rank.
+    RedoWritten = "redo slot: published > written",
+    /// A chain has failed after that: what is missing is written again.
+    RedoWriteFailed = "redo slot: write failed",
+    /// The engine has no room for a chain.
+    EngineFull = "engine: full",
+    /// A device dies when a contribution was fetched.
+    CrashPulled = "crash: after a pull",
+    /// When all are combined.
+    CrashReduced = "crash: after the reduction",
+    /// Between redo-publish and result write.
+    CrashPublished = "crash: after redo-publish",
+    /// In the middle of result writes.
+    CrashWriting = "crash: in a result write",
+    /// Behind them, before the engine says so.
+    CrashWritten = "crash: after result writes",
+    /// Before the answer is in the completion ring.
+    CrashAnswering = "crash: before the completion",
+    /// A device is up again, with another boot id and its redo memory.
+    RefBootedAgain = "device: booted again",
+    /// A device's runtime stands still, and its engine goes on.
+    RefStands = "device: stands still",
+    /// A rank ends a group with nothing in flight.
+    FenceNothing = "fence: nothing in flight",
+    /// The device says that it is quiet.
+    FenceConfirmed = "fence: confirmed",
+    /// The device's process has ended.
+    FenceEnded = "fence: process ended",
+    /// The device's memory is taken away.
+    FenceSevered = "fence: severed",
+    /// Answers were in the ring still.
+    RefSalvagedRing = "salvage: from the ring",
+    /// Results were published and not answered.
+    RefSalvagedRedo = "salvage: from redo slots",
 }
 
 impl Mark {

@@ -53,7 +53,8 @@ impl Cluster<'_, '_> {
         let zero = Instant::ZERO;
         match self.options.scenario {
             Scenario::Repair { ref losses } | Scenario::Ranks { ref losses } => self.schedule_losses(losses),
-            Scenario::Calm | Scenario::Mismatch { .. } => {}
+            // Those by reference have a driver of their own.
+            Scenario::Calm | Scenario::Mismatch { .. } | Scenario::Reference(_) => {}
             Scenario::Hostile => self.schedule(zero, Alarm::Attack),
             Scenario::Death { device, at } => {
                 self.schedule(zero + at, Alarm::Die(device));

@@ -79,6 +79,23 @@ impl OpMemory {
         Self { collective: desc.collective, in_place, own, input, output }
     }
 
+    /// Return the buffers as they are allocated: one for the input, which is empty in place, and one for the output.
+    pub(super) fn buffers(&self) -> [&[u8]; 2] {
+        [&self.input, &self.output]
+    }
+
+    /// Return the buffer that the input lies in and where it begins there; then those of the output.
+    pub(super) fn places(&self) -> [(usize, usize); 2] {
+        let start = |of| if self.in_place && self.collective == of { self.own.start } else { 0 };
+        [(usize::from(self.in_place), start(Collective::AllGather)), (1, start(Collective::ReduceScatter))]
+    }
+
+    /// Somebody else has written to a buffer.
+    pub(super) fn write(&mut self, buffer: usize, at: usize, bytes: &[u8]) {
+        let buffer = if buffer == 0 { &mut self.input } else { &mut self.output };
+        buffer[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+
     /// The operation has returned: the caller uses its buffers for something else.
     pub(super) fn scribble(&mut self) {
         self.input.fill(GARBAGE);

@@ -19,9 +19,14 @@
 //! dies meanwhile: other ranks, who leads, the controller, the way between ranks.
 //!
 //! Ranks that [repair](ScenarioKind::Repair) use what `sumac::comm` decides with; the controller is a small model of the
-//! real one, which lives on threads. What is not here, and tested elsewhere: contributions by reference
-//! (`sumac_device`'s own tests draw orders and failures of engines, `tests/references` and `tests/repairs` run whole
-//! clusters), jobs with ranks of their own.
+//! real one, which lives on threads.
+//!
+//! Where ranks [contribute by reference](ScenarioKind::Reference), a driver of its own runs the production endpoint, node
+//! and engine through rings and registered memory: devices die at drawn points of a chunk's life ([`CrashPoint`]), come
+//! back, or stand still; ranks fence them, salvage what was published, and repair; see [`ByReference`]. What is not there:
+//! more than one group at a time, shards, operations that do not wait for late ranks, an attacker, and how ranks agree on a
+//! repair while others die (which is [`ScenarioKind::Ranks`]'s). Tested elsewhere: the board's own loop and the rank's
+//! driver, which live on threads and sockets (`tests/references`, `tests/repairs`), jobs with ranks of their own.
 
 mod attack;
 mod check;
@@ -40,6 +45,7 @@ mod options;
 mod planted;
 mod ranks;
 mod reduce;
+mod reference;
 mod repair;
 mod report;
 mod scenario;
@@ -57,6 +63,7 @@ pub use faults::{Faults, Spell};
 pub use loss::{Ill, Loss, Moment, Point};
 pub use options::{Draw, GroupOptions, Options, Sharing};
 pub use planted::Planted;
+pub use reference::{ByReference, CrashPoint, Fate, Mishap, Setup, When};
 pub use report::{Extents, Report, Violation};
 pub use scenario::{Scenario, ScenarioKind};
 pub use shrink::{Shrunk, shrink};

@@ -128,6 +128,9 @@ pub struct Options {
 impl Options {
     /// Draw a cluster in which `kind` happens.
     pub fn draw(seed: u64, kind: ScenarioKind) -> Self {
+        if kind == ScenarioKind::Reference {
+            return Self::draw_by_reference(seed, kind as u64);
+        }
         let mut draw = Draw::new(weight(&[seed, kind as u64]));
         let least = if matches!(kind, ScenarioKind::Mismatch | ScenarioKind::Ranks) { 2 } else { 1 };
         let ranks = draw_ranks(&mut draw).max(least);
@@ -237,7 +240,7 @@ fn draw_tree(draw: &mut Draw, ranks: usize) -> Shape {
     draw_shape(draw, ranks, levels, &mut 0)
 }
 
-fn draw_shape(draw: &mut Draw, ranks: usize, levels: u64, next: &mut usize) -> Shape {
+pub(super) fn draw_shape(draw: &mut Draw, ranks: usize, levels: u64, next: &mut usize) -> Shape {
     let mut children = Vec::new();
     let mut left = ranks;
     while left > 0 {
@@ -285,7 +288,7 @@ pub(super) fn draw_op(draw: &mut Draw, ranks: usize) -> OpDesc {
 }
 
 /// Links without limits, or narrow ones whose queues overflow when many send at once.
-fn draw_link(draw: &mut Draw) -> LinkConfig {
+pub(super) fn draw_link(draw: &mut Draw) -> LinkConfig {
     let narrow = draw.chance(300);
     LinkConfig {
         latency: Duration::from_micros(draw.one_of(&[1, 5, 200])),

@@ -152,6 +152,34 @@ pub enum Violation {
         /// The view.
         view: u32,
     },
+    /// A device's engine has written where it may not: beside a chunk's place, or to memory that was fenced or given back.
+    #[error(
+        "rank {rank} life {life}: the engine writes {len_bytes} bytes at {offset_bytes}, which is not its to write"
+    )]
+    StrayWrite {
+        /// The rank.
+        rank: usize,
+        /// The life of the group.
+        life: u64,
+        /// Where in its region.
+        offset_bytes: u64,
+        /// How much.
+        len_bytes: u64,
+    },
+    /// Registered memory has changed, and nobody has said so.
+    #[error("rank {rank} operation {op}: its registered memory is not what was written to it")]
+    Strayed {
+        /// The rank.
+        rank: usize,
+        /// The operation's index.
+        op: usize,
+    },
+    /// Two that work at the same time touch the same memory.
+    #[error("{what}")]
+    Quarrel {
+        /// Who, and whom.
+        what: String,
+    },
     /// Ranks have decided different things about a lost tree.
     #[error("group {group} view {view}: ranks decide different things")]
     Disagreement {
@@ -219,6 +247,8 @@ impl Violation {
             Self::Refused { .. } => "refused request",
             Self::Unrepairable { .. } => "unrepairable",
             Self::NotFenced { .. } => "not fenced",
+            Self::StrayWrite { .. } | Self::Strayed { .. } => "stray write",
+            Self::Quarrel { .. } => "quarrel",
             Self::Disagreement { .. } => "disagreement",
             Self::Again { .. } => "computed again",
             Self::Conservation { what, .. } | Self::Limit { what, .. } => what,

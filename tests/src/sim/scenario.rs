@@ -4,6 +4,7 @@ use super::deaths::draw_deaths;
 use super::faults::moment;
 use super::loss::Loss;
 use super::options::{Draw, Options, draw_op};
+use super::reference::ByReference;
 use crate::oracle::weight;
 use std::time::Duration;
 use sumac_hal::ids::Rank;
@@ -29,6 +30,9 @@ pub enum ScenarioKind {
     /// Ranks are lost, and perhaps a device and the controller too: those that are left agree on who it was, and on which
     /// results all have.
     Ranks,
+    /// Ranks contribute by reference, and engines, devices and ranks fail: every rank gets every result, or those that are
+    /// left agree on which.
+    Reference,
 }
 
 /// What happens.
@@ -73,6 +77,8 @@ pub enum Scenario {
         /// What, and when.
         losses: Vec<Loss>,
     },
+    /// Ranks contribute by reference.
+    Reference(ByReference),
 }
 
 impl Scenario {
@@ -86,6 +92,7 @@ impl Scenario {
             Self::Hostile => ScenarioKind::Hostile,
             Self::Repair { .. } => ScenarioKind::Repair,
             Self::Ranks { .. } => ScenarioKind::Ranks,
+            Self::Reference(_) => ScenarioKind::Reference,
         }
     }
 
@@ -103,6 +110,7 @@ impl Scenario {
             ScenarioKind::Hostile => Self::Hostile,
             ScenarioKind::Repair => Self::Repair { losses: Loss::draw_all(draw, options, options.devices()) },
             ScenarioKind::Ranks => Self::Ranks { losses: draw_deaths(draw, options) },
+            ScenarioKind::Reference => unreachable!("its clusters are drawn otherwise"),
             ScenarioKind::Mismatch => draw_mismatch(draw, options),
             ScenarioKind::Death => {
                 let at = moment(draw);

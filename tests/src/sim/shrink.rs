@@ -1,7 +1,8 @@
 //! From a failing run to a short script: which of the faults it takes.
 //!
 //! A run is repeated with fewer and fewer of the faults that its links had, by delta debugging (Zeller and Hildebrandt
-//! 2002, "ddmin"), as long as it fails in the same way. What is left prints as a test.
+//! 2002, "ddmin"), as long as it fails in the same way; then with fewer and fewer of the mishaps by reference. What is
+//! left prints as a test.
 
 use super::cluster::{record, run};
 use super::options::Options;
@@ -22,6 +23,8 @@ pub struct Shrunk {
     pub violation: Violation,
     /// How many faults the run had at first.
     pub recorded: usize,
+    /// Which of the mishaps by reference are left, counted as they were drawn; `None` if the run has none of these.
+    pub mishaps: Option<Vec<usize>>,
     /// How many runs it took.
     pub runs: usize,
 }
@@ -36,15 +39,26 @@ pub fn shrink(options: &Options, runs_max: usize) -> Option<Shrunk> {
         options
     };
     let mut runs = 1;
-    let faults = fewest(&recorded, |faults| {
+    let mut fails = |options: &Options| {
         if runs >= runs_max {
             return false;
         }
         runs += 1;
-        let found = run(&scripted(faults)).err().filter(|found| discriminant(found) == discriminant(&violation));
+        let found = run(options).err().filter(|found| discriminant(found) == discriminant(&violation));
         found.map(|found| violation = found).is_some()
+    };
+    let faults = fewest(&recorded, |faults| fails(&scripted(faults)));
+    let mut shrunk = scripted(&faults);
+    let mishaps = options.by_reference().map(|by| {
+        let all: Vec<usize> = (0..by.mishaps.len()).collect();
+        fewest(&all, |kept| {
+            let mut fewer = shrunk.clone();
+            fewer.keep_mishaps(kept);
+            fails(&fewer)
+        })
     });
-    Some(Shrunk { options: scripted(&faults), violation, recorded: recorded.len(), runs })
+    mishaps.iter().for_each(|kept| shrunk.keep_mishaps(kept));
+    Some(Shrunk { options: shrunk, violation, recorded: recorded.len(), mishaps, runs })
 }
 
 /// Return a part of `items` that still fails, and does not if any single one is taken away; `fails` is first asked
@@ -74,7 +88,7 @@ pub(super) fn fewest<T: Clone>(items: &[T], mut fails: impl FnMut(&[T]) -> bool)
 
 impl fmt::Display for Shrunk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { options, violation, recorded, runs } = self;
+        let Self { options, violation, recorded, mishaps, runs } = self;
         let script = options.faults.script.as_deref().unwrap_or_default();
         let kind = options.scenario.kind();
         let name = format!("{kind:?}").to_lowercase();
@@ -89,6 +103,9 @@ impl fmt::Display for Shrunk {
             writeln!(f, "        NthPacket {{ from: {from}, to: {to}, nth: {nth}, verdict: {} }},", Code(*verdict))?;
         }
         writeln!(f, "    ]);")?;
+        if let Some(mishaps) = mishaps {
+            writeln!(f, "    options.keep_mishaps(&{mishaps:?});")?;
+        }
         if let Some(bug) = options.planted.code() {
             writeln!(f, "    options.planted = {bug};")?;
         }

@@ -5,6 +5,7 @@
 use super::Live;
 use super::chain::{Draft, Place};
 use sumac_hal::dma::{Address, Status, Step};
+use sumac_hal::planted;
 use sumac_hal::reduce::Kernel;
 
 impl Live<'_> {
@@ -106,12 +107,16 @@ impl Live<'_> {
             return false;
         }
         store.into_iter().for_each(|step| draft.push(step));
+        let published = draft.steps.len();
         draft.push(Step::Publish { dst: self.redo_address(index), words: self.record(index, rounds) });
         draft.plan.publishes = true;
         draft.plan.rounds = rounds;
         let references = &refs.references[index * self.children.len()..][..self.children.len()];
         let wants = (0..references.len()).filter(|&child| references[child].dst.is_some() && redo.failures == 0);
         self.draft_writes(index, rounds, wants, draft);
+        if planted!(self.common, WrittenUnpublished) {
+            draft.steps[published..].rotate_left(1);
+        }
         true
     }
 

@@ -10,6 +10,7 @@ use crate::group::Failure;
 use crate::sets::ChildSet;
 use crate::slot::State;
 use sumac_hal::dma::LocalMemory;
+use sumac_hal::planted;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::NakReason;
 
@@ -23,6 +24,7 @@ impl Live<'_> {
         let record = self.record(index, rounds);
         let found = self.read_record(index, engine);
         let state = self.slots[index].state;
+        let is_ignored = planted!(self.common, RecordIgnored);
         let Some(redo) = self.redo(index) else { return Turn::Idle };
         redo.bounced = None;
         let (plan, failures) = (redo.plan, redo.failures);
@@ -36,7 +38,7 @@ impl Live<'_> {
             }
             return Turn::Again;
         }
-        if plan.publishes && found == Ok(record) {
+        if plan.publishes && found == Ok(record) && !is_ignored {
             // All of the result is there; whom it did not reach is written to again.
             redo.plan.writes = ChildSet::EMPTY;
             self.commit(index);
@@ -50,7 +52,11 @@ impl Live<'_> {
     /// The accumulators of slot `index` are spoilt: a new attempt begins (PROTOCOL 7).
     fn poison(&mut self, index: usize) {
         let by_reference = self.by_reference();
+        if planted!(self.common, AccumulatorsKept) {
+            return;
+        }
         let Some(redo) = self.redo(index) else { return };
+        redo.reached = redo.reached.max(redo.pulled.len() as u16);
         redo.pulled = ChildSet::EMPTY;
         redo.finished = false;
         let slot = &mut self.slots[index];

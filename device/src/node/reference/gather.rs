@@ -135,13 +135,24 @@ impl Live<'_> {
         };
         redo.in_flight = None;
         if completion.status == Status::Done {
-            redo.failures = 0;
             self.commit(index);
+            self.note_progress(index);
         } else {
             redo.failures += 1;
             redo.judging = true;
         }
         self.stir(index);
+    }
+
+    /// A chain of slot `index` has succeeded. What was done before an earlier failure too is no progress: else an attempt
+    /// that begins well would be followed by others for ever.
+    fn note_progress(&mut self, index: usize) {
+        let is_answered = self.slots[index].state == State::Answered;
+        if let Some(redo) = self.redo(index)
+            && (is_answered || redo.pulled.len() > usize::from(redo.reached))
+        {
+            redo.failures = 0;
+        }
     }
 
     /// The plan of slot `index` has come true.

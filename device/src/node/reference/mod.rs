@@ -54,6 +54,7 @@ use sumac_hal::ctrl::Order;
 use sumac_hal::dma::{Address, Capabilities, Span, Tag};
 use sumac_hal::ids::{ChildIndex, Epoch, FunctionId, GroupId};
 use sumac_hal::mmio::EntryStatus;
+use sumac_hal::planted;
 
 /// Bytes before a redo slot's bounce: its record, and what keeps the rest on a cache line of its own.
 const HEAD_BYTES: usize = 64;
@@ -116,8 +117,10 @@ pub struct RedoSlot {
     judging: bool,
     /// The child whose contribution is in the bounce: it is next, whoever has come meanwhile.
     bounced: Option<u16>,
-    /// Failed chains since something succeeded.
+    /// Failed chains since the slot came further than it ever had.
     failures: u16,
+    /// How many contributions were combined when a chain failed, at most.
+    reached: u16,
     /// By reference: who has submitted, and was not answered yet.
     present: ChildSet,
     /// Who of them brings data; kept when they are answered.
@@ -148,6 +151,7 @@ impl RedoSlot {
         judging: false,
         bounced: None,
         failures: 0,
+        reached: 0,
         present: ChildSet::EMPTY,
         data: ChildSet::EMPTY,
         pulled: ChildSet::EMPTY,
@@ -434,7 +438,7 @@ impl Live<'_> {
         let children = self.children.len();
         let Some(refs) = &mut self.refs else { return };
         let redo = &mut refs.redo[index];
-        debug_assert!(redo.is_quiet());
+        debug_assert!(redo.is_quiet() || planted!(self.common, RedoReusedEarly));
         *redo = RedoSlot { chains: redo.chains, ..RedoSlot::EMPTY };
         refs.references[index * children..][..children].fill(Reference::EMPTY);
     }

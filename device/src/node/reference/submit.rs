@@ -12,6 +12,7 @@ use sumac_hal::dma::{Address, RegionError, RegionTable};
 use sumac_hal::ids::{ChunkNo, FunctionId};
 use sumac_hal::mmio::{CompletionEntry, Contribution, EntryStatus, OperationLimit};
 use sumac_hal::op::OpDesc;
+use sumac_hal::planted;
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::{NakReason, RankMask};
@@ -91,7 +92,9 @@ impl Node<'_> {
         for next in 0..usize::from(entry.count) {
             live.check_chunk(&submitted, entry, next)?;
         }
-        hold(owner, entry, &submitted, regions)?;
+        if !planted!(live.common, RegionNotHeld) {
+            hold(owner, entry, &submitted, regions)?;
+        }
         for next in 0..usize::from(entry.count) {
             live.take_chunk(&submitted, entry, next, now);
         }
@@ -121,7 +124,8 @@ impl Node<'_> {
                 return Some(decision);
             }
             let Some((child, answer, reference)) = live.next_answer() else { continue };
-            for address in [reference.src, reference.dst].into_iter().flatten() {
+            let is_held = !planted!(live.common, RegionNotHeld);
+            for address in [reference.src, reference.dst].into_iter().flatten().filter(|_| is_held) {
                 regions.release(address.region);
             }
             live.note_answered(child);
@@ -297,6 +301,7 @@ impl Live<'_> {
             // An answer gives the memory back: it waits for what may touch it.
             let child = match redo.in_flight {
                 None => redo.owed.first(),
+                Some(_) if planted!(self.common, AnsweredInFlight) => redo.owed.first(),
                 Some(_) if self.slots[index].state == State::Answered => redo.owed.without(&redo.plan.writes).first(),
                 Some(_) => None,
             };

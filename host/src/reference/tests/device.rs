@@ -2,8 +2,8 @@
 
 use super::{EPOCH, GROUP};
 use crate::reference::Seating;
-use crate::reference::attach::record;
 use crate::reference::driver::ReferenceDriver;
+use crate::reference::redo::record;
 use crate::reference::retire::Life;
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::AsFd;

@@ -2,8 +2,8 @@
 //! connections. Messages are opaque to who carries them.
 
 use super::super::{self as repair, Authority, Ballot, Dead, Event, Ledger, Message, View, ledger};
-use super::{Chunk, chunks_of};
-use crate::endpoint::{Buffers, Endpoint};
+use super::{Chunk, Left, chunks_of};
+use crate::endpoint::Buffers;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use sumac_hal::ids::Rank;
@@ -87,10 +87,10 @@ impl Said {
 }
 
 impl Promise {
-    /// Describe what is left at a rank whose endpoint is [frozen](Endpoint::freeze); `first_call` is the number of the call
-    /// that was posted there first.
-    pub fn of(endpoint: &Endpoint, landed: &Landed, first_call: u64) -> Self {
-        let remains = landed.0.over(endpoint);
+    /// Describe what is left at a rank; `first_call` is the number of the call that was posted there first.
+    pub fn of<'r>(left: impl Into<Left<'r>>, landed: &Landed, first_call: u64) -> Self {
+        let left = left.into();
+        let remains = landed.0.over(&left);
         let ops = repair::Remains::ops(&remains);
         let calls = ops.in_flight().map(|op| (op.end(), first_call + op.id.0)).collect();
         Self::new(ledger(&remains), calls, first_call + ops.next_id().0)
@@ -101,6 +101,18 @@ impl Promise {
         Self::new(Ledger::new(0), Vec::new(), open)
     }
 
+    /// Tell whether a rank that has told `told` still has all of that, and nothing of its own has changed. It may read more
+    /// from redo slots by now: its device goes on for others until they freeze, too.
+    pub fn keeps(&self, told: &Self) -> bool {
+        let (now, then) = (&self.0.ledger, &told.0.ledger);
+        let is_kept = |seq: u64| {
+            let ((now, _), (then, _)) = (now.class(seq), then.class(seq));
+            (now.needs, now.gives) == (then.needs, then.gives) && (now.holds || !then.holds)
+        };
+        let same = (&self.0.calls, self.0.open) == (&told.0.calls, told.0.open) && now.ops == then.ops;
+        same && (now.from, now.posted()) == (then.from, then.posted()) && (now.from..now.posted()).all(is_kept)
+    }
+
     fn new(ledger: Ledger, calls: Vec<(u64, u64)>, open: u64) -> Self {
         // Nobody connects here.
         let address = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
@@ -109,6 +121,11 @@ impl Promise {
 }
 
 impl Promises {
+    /// Collect what the ranks that live have promised with, where a caller knows itself who lives.
+    pub fn of(promises: impl IntoIterator<Item = (Rank, Promise)>) -> Self {
+        Self(promises.into_iter().map(|(rank, promise)| (rank, promise.0)).collect())
+    }
+
     /// Return the ranks that live, in order.
     pub fn ranks(&self) -> Vec<Rank> {
         self.0.keys().copied().collect()
@@ -127,32 +144,55 @@ impl Settlement {
     ///
     /// # Errors
     /// Why nothing can be done, in words.
-    pub fn of(promises: &Promises, endpoint: Option<&Endpoint>, ranks: u32) -> Result<Self, String> {
-        if let Some(endpoint) = endpoint {
-            let lens = |desc: &_| endpoint.chunks(desc);
+    pub fn of<'r>(promises: &Promises, left: Option<impl Into<Left<'r>>>, ranks: u32) -> Result<Self, String> {
+        let left = left.map(Into::into);
+        if let Some(left) = left {
+            let lens = |desc: &_| left.chunks(desc);
             if let Some((rank, _)) = promises.0.iter().find(|(_, account)| !account.ledger.is_sound(ranks, lens)) {
                 return Err(format!("the ledger of {rank} makes no sense"));
             }
         }
         let (plan, decision) = repair::decide(&promises.0, ranks);
-        match (decision.failure, endpoint) {
+        match (decision.failure, left) {
             (Some(why), _) => Err(why.to_string()),
-            (None, Some(endpoint)) => Ok(Self { chunks: chunks_of(&plan, endpoint), decision }),
+            (None, Some(left)) => Ok(Self { chunks: chunks_of(&plan, &left), decision }),
             (None, None) if plan.pieces.is_empty() => Ok(Self { chunks: Vec::new(), decision }),
             (None, None) => Err("pieces of a plan without a tree".to_owned()),
         }
+    }
+
+    /// Return where the tree is cut: operations that end there or below are complete.
+    pub fn cut(&self) -> u64 {
+        self.decision.cut
+    }
+
+    /// Return, where ranks are dead, the first call that fails at all that live, unless it had returned there.
+    pub fn operation(&self) -> u64 {
+        self.decision.operation
     }
 }
 
 impl Chunk {
     /// Return what a rank gives, as [`Chunk::give`] does, of what it has with all that has landed.
-    pub fn give_landed(&self, endpoint: &Endpoint, landed: &Landed, rank: Rank, buffers: &mut dyn Buffers) -> Vec<u8> {
-        self.give_of(&landed.0.over(endpoint), rank, buffers)
+    pub fn give_landed<'r>(
+        &self,
+        left: impl Into<Left<'r>>,
+        landed: &Landed,
+        rank: Rank,
+        buffers: &mut dyn Buffers,
+    ) -> Vec<u8> {
+        self.give_of(&landed.0.over(&left.into()), rank, buffers)
     }
 
     /// Land the whole result, if the rank waits for it still, and note it.
-    pub fn land_once(&self, endpoint: &Endpoint, landed: &mut Landed, result: &[u8], buffers: &mut dyn Buffers) {
-        repair::land(&landed.0.over(endpoint), self.seq, result, buffers);
+    pub fn land_once<'r>(
+        &self,
+        left: impl Into<Left<'r>>,
+        landed: &mut Landed,
+        result: &[u8],
+        buffers: &mut dyn Buffers,
+    ) {
+        repair::land(&landed.0.over(&left.into()), self.seq, result, buffers);
         landed.note(self.seq);
     }
 }

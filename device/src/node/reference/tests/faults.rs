@@ -94,6 +94,25 @@ fn what_could_not_be_written_is_not_had_and_its_record_stays_until_the_group_end
     assert_eq!(world.take_answers(), [4, 5, 6, 7].map(|seq| (1, seq, EntryStatus::Fenced)));
 }
 
+/// Each attempt begins well: child 0 is fetched by a chain of its own.
+#[test]
+fn what_can_never_be_fetched_is_given_up() {
+    let mut world = World::new(TWO, 0b11, Capabilities::new(Profile::CopyOnly, 64, 64));
+    let bad = world.address(1, 0);
+    (0..2).for_each(|child| world.contribute(child, 0));
+    let mut chains = 0;
+    while let Some((_, _, steps)) = world.engine.in_flight.first() {
+        let fails = steps.iter().position(|step| step.src() == Some(bad));
+        world.complete(0, fails);
+        chains += 1;
+        assert!(chains < 100, "it is tried for ever");
+    }
+    let mut answers = world.take_answers();
+    answers.sort_unstable_by_key(|answer| answer.0);
+    assert_eq!(answers, [(0, 0, EntryStatus::Unsupported), (1, 0, EntryStatus::Unsupported)]);
+    assert_eq!([world.memory(0, 0), world.memory(1, 0)], [values(0, 0), values(1, 0)], "inputs are as they were");
+}
+
 #[test]
 fn who_withdraws_before_the_result_lands_does_not_have_it() {
     let ten = Setup { children: 10, ..TWO };

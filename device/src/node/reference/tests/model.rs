@@ -22,15 +22,15 @@ struct Model {
     world: World,
     sent: Vec<u64>,
     landed: Vec<BTreeSet<u64>>,
-    /// Failures in a row, by slot: fewer than the node puts up with.
-    failures: Vec<usize>,
+    /// Chunk and its failures, by slot: fewer than the node puts up with.
+    failures: Vec<(u64, usize)>,
     chunks: u64,
 }
 
 impl Model {
     fn new(setup: Setup, references: u16, capabilities: Capabilities) -> Self {
         let n = usize::from(setup.children);
-        let failures = vec![0; usize::from(setup.slots)];
+        let failures = vec![(0, 0); usize::from(setup.slots)];
         let world = World::new(setup, references, capabilities);
         Self { world, sent: vec![0; n], landed: vec![BTreeSet::new(); n], failures, chunks: CHUNKS }
     }
@@ -99,9 +99,13 @@ impl Model {
 
     fn end(&mut self, which: usize, fails: Option<usize>) {
         let which = which % self.world.engine.in_flight.len();
-        let slot = self.world.engine.in_flight[which].0.slot as usize;
-        let fails = fails.filter(|_| self.failures[slot] < 3);
-        self.failures[slot] = if fails.is_some() { self.failures[slot] + 1 } else { 0 };
+        let tag = self.world.engine.in_flight[which].0;
+        let (seq, failures) = &mut self.failures[tag.slot as usize];
+        if *seq != tag.seq {
+            (*seq, *failures) = (tag.seq, 0);
+        }
+        let fails = fails.filter(|_| *failures < 3);
+        *failures += usize::from(fails.is_some());
         self.world.complete(which, fails);
     }
 

@@ -1,0 +1,242 @@
+//! A rank that contributes by reference: its rings, its registered memory and its bounce buffer, driven as
+//! `sumac::reference`'s driver does, and the end of its group.
+//!
+//! Registered memory is a copy of the caller's buffers: what the engine writes is taken over at once, what the caller
+//! writes is written there too. So a write that nobody knows of shows as a difference.
+
+use super::board::{Completions, Submissions};
+use crate::sim::coverage::{Mark, Seen};
+use crate::sim::memory::Memory;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use sumac::endpoint::{Buffers, EndpointError, OpId};
+use sumac::reference::{Places, ReferenceEndpoint};
+use sumac::rehearsal::RedoSlots;
+use sumac_hal::dma::{Address, DmaMemory, RegionKey};
+use sumac_hal::emu::dma::HeapMemory;
+use sumac_hal::ids::FunctionId;
+use sumac_hal::mmio::{COMPLETION_WORDS, SUBMISSION_WORDS, SubmissionEntry};
+use sumac_hal::op::OpDesc;
+use sumac_hal::ring::{Consumer, Producer};
+
+/// A buffer that the device was given.
+#[derive(Debug)]
+pub(super) struct Registered {
+    pub(super) memory: Arc<HeapMemory>,
+    /// The operation, counted over all lives.
+    pub(super) op: usize,
+    /// Input (0) or output (1).
+    pub(super) buffer: usize,
+    /// Where the buffer begins.
+    pub(super) base: usize,
+}
+
+/// What keeps the device from writing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fence {
+    /// It had nothing.
+    Nothing,
+    /// It says so itself.
+    Confirmed,
+    /// Its process has ended.
+    Ended,
+    /// It no longer has this rank's memory.
+    Severed,
+}
+
+/// A rank's side.
+pub(super) struct Seat {
+    pub(super) endpoint: ReferenceEndpoint,
+    pub(super) redo: RedoSlots,
+    pub(super) device: usize,
+    /// Which of its lives.
+    pub(super) device_life: u64,
+    pub(super) function: FunctionId,
+    submissions: Producer<Submissions, SUBMISSION_WORDS>,
+    completions: Consumer<Completions, COMPLETION_WORDS>,
+    bounce: Arc<HeapMemory>,
+    pub(super) bounce_key: RegionKey,
+    pub(super) regions: BTreeMap<RegionKey, Registered>,
+    /// The connection has hung up.
+    pub(super) gone: bool,
+    /// The device's runtime stands still.
+    pub(super) still: bool,
+    pub(super) fence: Option<Fence>,
+    pub(super) in_flight_max: u32,
+}
+
+impl Seat {
+    pub(super) fn new(
+        (endpoint, redo): (ReferenceEndpoint, RedoSlots),
+        ((device, function), device_life): ((usize, FunctionId), u64),
+        (submissions, completions): (Submissions, Completions),
+        (bounce, bounce_key): (Arc<HeapMemory>, RegionKey),
+    ) -> Self {
+        let completions = Consumer::new(completions);
+        Self {
+            endpoint,
+            redo,
+            device,
+            device_life,
+            function,
+            submissions: Producer::new(submissions),
+            in_flight_max: completions.capacity() - 1,
+            completions,
+            bounce,
+            bounce_key,
+            regions: BTreeMap::new(),
+            gone: false,
+            still: false,
+            fence: None,
+        }
+    }
+
+    /// Return where an operation's buffers lie in registered memory: values have to be aligned.
+    pub(super) fn places(&self, memory: &Memory, op: usize, desc: &OpDesc) -> Places {
+        let value_bytes = desc.dtype.map_or(1, |dtype| dtype.size_bytes()) as u64;
+        let [input, output] = memory.ops[op].places().map(|(buffer, start)| {
+            let mut here = self.regions.iter().filter(|(_, registered)| registered.op == op);
+            let (&region, found) = here.find(|(_, registered)| registered.buffer == buffer)?;
+            let offset_bytes = (found.base + start) as u64;
+            Some(Address { region, offset_bytes }).filter(|at| at.offset_bytes.is_multiple_of(value_bytes))
+        });
+        Places { input, output }
+    }
+
+    /// Take in what the device has answered; true if there was anything.
+    pub(super) fn collect(&mut self, memory: &mut Memory, seen: &mut Seen) -> bool {
+        let mut any = false;
+        while let Some(words) = self.completions.pop().expect("a ring of this version") {
+            any = true;
+            let (bounce, regions) = (&self.bounce, &self.regions);
+            let first = memory.first;
+            self.endpoint.handle(&words, |drain| {
+                seen.note(Mark::RefDrained);
+                let output = &mut memory.output(drain.op)[drain.to..][..drain.from.len()];
+                bounce.read(drain.from.start, output);
+                sync(regions, memory, first + drain.op.0 as usize);
+            });
+        }
+        self.redo.keep(&mut self.endpoint, memory);
+        any
+    }
+
+    /// Submit what may be; true if there was anything.
+    pub(super) fn submit(&mut self, memory: &Memory, seen: &mut Seen) -> bool {
+        let mut any = false;
+        loop {
+            let room = self.submissions.room().expect("a ring of this version");
+            // A run may take a second entry, for its operation's limit.
+            if room < 2 {
+                seen.note(Mark::RefRingFull);
+                return any;
+            }
+            let Some(run) = self.endpoint.next_run() else { return any };
+            if let Some(fill) = run.fill {
+                seen.note(Mark::RefFilled);
+                self.bounce.write(fill.to, &memory.input(fill.op)[fill.from]);
+            }
+            seen.note(Mark::RefSubmitted);
+            let entry = SubmissionEntry::Contribution(run.contribution).emit();
+            assert_eq!(self.submissions.push(&entry), Ok(true), "there is room");
+            any = true;
+        }
+    }
+
+    /// Tell whether the device may write these bytes now: a chunk's place that it was given, or the bounce buffer.
+    pub(super) fn may_write(&self, to: Address, len_bytes: u64) -> bool {
+        if self.fence.is_some_and(|fence| fence != Fence::Severed) {
+            return false;
+        }
+        let inside = |(_, at, len): (_, Address, usize)| {
+            let end = at.offset_bytes + len as u64;
+            at.region == to.region && at.offset_bytes <= to.offset_bytes && to.offset_bytes + len_bytes <= end
+        };
+        to.region == self.bounce_key && self.endpoint.is_in_flight() || self.endpoint.exposed().any(inside)
+    }
+
+    /// The engine has written: the caller's buffer is what it has written to.
+    pub(super) fn take_over(&self, to: Address, len_bytes: u64, memory: &mut Memory) {
+        let Some(Registered { memory: heap, op, buffer, base }) = self.regions.get(&to.region) else { return };
+        let mut bytes = vec![0; len_bytes as usize];
+        heap.read(to.offset_bytes as usize, &mut bytes);
+        memory.ops[*op].write(*buffer, to.offset_bytes as usize - base, &bytes);
+    }
+
+    /// Return the first operation whose registered memory is not what the caller's buffers are.
+    pub(super) fn strayed(&self, memory: &Memory) -> Option<usize> {
+        let differs = |registered: &&Registered| {
+            let expected = memory.ops[registered.op].buffers()[registered.buffer];
+            let mut found = vec![0; expected.len()];
+            registered.memory.read(registered.base, &mut found);
+            found != expected
+        };
+        self.regions.values().find(differs).map(|registered| registered.op)
+    }
+
+    /// Take the device's memory away: it keeps what it has, and this rank gets fresh memory with the same contents.
+    pub(super) fn sever(&mut self) {
+        for registered in self.regions.values_mut() {
+            let mut bytes = vec![0; registered.memory.len_bytes()];
+            registered.memory.read(0, &mut bytes);
+            registered.memory = Arc::new(HeapMemory::new(bytes.len()));
+            registered.memory.write(0, &bytes);
+        }
+        let mut bytes = vec![0; self.bounce.len_bytes()];
+        self.bounce.read(0, &mut bytes);
+        self.bounce = Arc::new(HeapMemory::new(bytes.len()));
+        self.bounce.write(0, &bytes);
+    }
+
+    /// The device writes nothing any more: take in what it has answered, and what it had published and perhaps not
+    /// delivered.
+    pub(super) fn salvage(&mut self, memory: &mut Memory, seen: &mut Seen) {
+        self.redo.reopen(&mut self.endpoint);
+        if self.collect(memory, seen) {
+            seen.note(Mark::RefSalvagedRing);
+        }
+        let (regions, before) = (&self.regions, self.open());
+        let written = self.redo.recover(&mut self.endpoint, |at, result| {
+            let Some(Registered { op, buffer, base, .. }) = regions.get(&at.region) else { return false };
+            memory.ops[*op].write(*buffer, at.offset_bytes as usize - base, result);
+            true
+        });
+        self.redo.land(&mut self.endpoint, memory);
+        if written > 0 || self.open() < before {
+            seen.note(Mark::RefSalvagedRedo);
+        }
+        let ops: std::collections::BTreeSet<usize> = self.regions.values().map(|registered| registered.op).collect();
+        ops.into_iter().for_each(|op| sync(&self.regions, memory, op));
+    }
+
+    /// Return how many chunks have not landed.
+    fn open(&self) -> usize {
+        self.endpoint.exposed().count()
+    }
+
+    /// The caller has written to its buffers.
+    pub(super) fn sync(&self, memory: &Memory, op: usize) {
+        sync(&self.regions, memory, op);
+    }
+
+    /// Return why the endpoint fails now, as its driver sees the device, if it does.
+    pub(super) fn notice(&mut self, has_more: bool) {
+        if self.gone && !has_more {
+            self.endpoint.fail(EndpointError::DeviceLost);
+        } else if self.still && self.endpoint.is_in_flight() {
+            self.endpoint.fail(EndpointError::PathLost);
+        }
+    }
+}
+
+/// Copy the caller's buffers of an operation to registered memory.
+fn sync(regions: &BTreeMap<RegionKey, Registered>, memory: &Memory, op: usize) {
+    for registered in regions.values().filter(|registered| registered.op == op) {
+        registered.memory.write(registered.base, memory.ops[op].buffers()[registered.buffer]);
+    }
+}
+
+/// Return the operation that an endpoint calls this.
+pub(super) fn op_of(memory: &Memory, id: OpId) -> usize {
+    memory.first + id.0 as usize
+}
