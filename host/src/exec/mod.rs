@@ -28,6 +28,7 @@ mod memory;
 mod mesh;
 pub mod message;
 pub(crate) mod notes;
+mod place;
 mod polls;
 mod run;
 mod tree;
