@@ -21,6 +21,8 @@
 
 mod abort;
 mod announce;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod error;
 mod frame;
 pub mod gpu;

@@ -113,8 +113,6 @@ struct State {
     fault: Option<GpuError>,
     /// Passes that ran, and that did nothing because they were stopped.
     passes: (usize, usize),
-    /// The order in which streams had their turn.
-    turns: Vec<usize>,
 }
 
 impl Double {
@@ -152,11 +150,6 @@ impl Double {
     /// Return how many passes ran, and how many did nothing because they were stopped.
     pub fn passes(&self) -> (usize, usize) {
         self.lock().passes
-    }
-
-    /// Return the order in which streams have had their turn so far.
-    pub fn turns(&self) -> Vec<usize> {
-        self.lock().turns.clone()
     }
 
     /// Return the bytes that are allocated.
@@ -222,7 +215,6 @@ impl State {
                 return;
             }
             let stream = ready[self.draw(ready.len())];
-            self.turns.push(stream);
             if let Some(task) = self.streams[stream].pop_front()
                 && let Err(fault) = self.run(task)
             {

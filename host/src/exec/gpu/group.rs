@@ -137,6 +137,14 @@ impl<G: Gpu> Group<G> {
         explain(&self.situation, desc, algo)
     }
 
+    /// Return how many bytes an operation's passes and copies read and write.
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub fn moved_bytes(&mut self, request: &Request<'_, G::Memory>) -> Result<u64, GpuError> {
+        Ok(self.prepare(request)?.1.program.moved_bytes())
+    }
+
     /// Hand an operation to the GPU; it begins when the events `after` have come. The host does not wait.
     ///
     /// # Errors

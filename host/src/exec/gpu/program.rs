@@ -156,6 +156,12 @@ impl Program {
         Ok(Self { ranks, ops: builder.ops, work_bytes })
     }
 
+    /// Return how many bytes its operations read and write.
+    pub(super) fn moved_bytes(&self) -> u64 {
+        let touched = |op: &Op| op.reads().chain([&op.to]).map(|piece| piece.bytes.len() as u64).sum::<u64>();
+        self.ops.iter().map(touched).sum()
+    }
+
     /// Return the first pair of operations that touch the same bytes, one of them writing, in no declared order.
     #[cfg(test)]
     pub(super) fn races(&self) -> Option<(usize, usize)> {
