@@ -1,8 +1,8 @@
 //! Runs schedules over memory that this process can't look at: a GPU's.
 //!
 //! A [`Group`] is several ranks on one GPU, each with a stream and buffers of its own. The schedules are those of
-//! [`crate::coll`], as they are; a [`Program`](program::Program) makes of them what each stream has to do and to wait
-//! for. [`Gpu`] is all that differs between a real one ([`super::cuda`]) and the one made of ordinary memory that tests
+//! [`crate::coll`], as they are; a program makes of them what each stream has to do and to wait
+//! for. [`Gpu`] is all that differs between a real one (`exec::cuda`, with the feature `cuda`) and the one made of ordinary memory that tests
 //! run on ([`Double`]): memory, streams, events, a copy, and one fused pass that receives, reduces and copies.
 //!
 //! ```text
@@ -42,6 +42,17 @@ pub use group::{Group, GroupOptions, Repeat, Request};
 pub use staged::{Staging, all_reduce_staged};
 
 use sumac_hal::reduce::Kernel;
+
+/// Tell which GPU there is.
+///
+/// # Errors
+/// [`GpuError::Absent`] says what is missing, without the feature `cuda` that; else what the driver says.
+pub fn probe() -> Result<String, GpuError> {
+    #[cfg(feature = "cuda")]
+    return super::cuda::Cuda::open(super::cuda::CudaOptions::default())?.describe();
+    #[cfg(not(feature = "cuda"))]
+    Err(Absent::Feature.into())
+}
 
 /// Some bytes of a GPU's memory.
 #[derive(Debug)]

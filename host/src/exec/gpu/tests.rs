@@ -501,3 +501,11 @@ fn a_chunk_that_does_not_come_passes_the_deadline() {
     gate.open();
     staging.run(&gpu, &memory, &produced, far(), |_| Ok::<_, GpuError>(())).expect("through");
 }
+
+#[test]
+fn a_machine_or_a_build_without_a_gpu_says_so() {
+    match probe() {
+        Ok(description) => assert!(description.contains("sm_"), "{description}"),
+        Err(error) => assert!(error.to_string().starts_with("no CUDA here, because "), "{error}"),
+    }
+}
