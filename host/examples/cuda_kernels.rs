@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 use sumac::exec::cuda::compile::{self, CompiledKernel, Target};
+use sumac::exec::gpu::engine::bulk_instruction;
 use sumac::{Dtype, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
@@ -50,10 +51,12 @@ fn run(folder: Option<&str>, is_some: bool, archs: &[u32]) -> Result<(), String>
         let target = if folder.is_some() { Target::Ptx(arch) } else { Target::Sass(arch) };
         let compiled = compile_all(&kernels, target)?;
         if let Some(folder) = folder {
-            write(folder, &compiled)?;
+            let named = compiled.iter().map(|(kernel, code)| (CompiledKernel::file_name(kernel), code));
+            write(folder, named)?;
         } else {
             print(arch, &compiled)?;
         }
+        bulk(folder, arch)?;
         println!("{} kernels for {target:?} in {:.1} s", compiled.len(), begun.elapsed().as_secs_f64());
     }
     Ok(())
@@ -83,12 +86,37 @@ fn compile_all(kernels: &[Kernel], target: Target) -> Result<Vec<Compiled>, Stri
     Ok(done)
 }
 
-fn write(folder: &str, compiled: &[Compiled]) -> Result<(), String> {
+fn write<'a>(folder: &str, compiled: impl Iterator<Item = (String, &'a CompiledKernel)>) -> Result<(), String> {
     std::fs::create_dir_all(folder).map_err(|error| format!("{folder}: {error}"))?;
-    for (kernel, code) in compiled {
-        let path = std::path::Path::new(folder).join(CompiledKernel::file_name(kernel));
+    for (name, code) in compiled {
+        let path = std::path::Path::new(folder).join(name);
         let text = code.bytes().split(|&byte| byte == 0).next().unwrap_or_default();
         std::fs::write(&path, text).map_err(|error| format!("{}: {error}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// Compile what drives the copy engine: for the architecture, if its engine reduces, or as PTX for the first that does.
+fn bulk(folder: Option<&str>, arch: u32) -> Result<(), String> {
+    if folder.is_none() && arch < compile::BULK_ARCH {
+        return Ok(());
+    }
+    let target = if folder.is_some() { Target::Ptx(compile::BULK_ARCH) } else { Target::Sass(arch) };
+    let (mut count, mut registers, mut bytes) = (0, 0, 0);
+    for &dtype in Dtype::ALL {
+        for &op in ReduceOp::ALL.iter().filter(|&&op| bulk_instruction(dtype, op).is_some()) {
+            let code = compile::compile_bulk(dtype, op, target).map_err(|error| error.to_string())?;
+            if let Some(folder) = folder {
+                write(folder, std::iter::once((CompiledKernel::bulk_file_name(dtype, op), &code)))?;
+            }
+            count += 1;
+            registers = registers.max(code.registers().unwrap_or(0));
+            bytes = bytes.max(code.bytes().len());
+        }
+    }
+    match folder {
+        Some(_) => println!("{count} reductions of the copy engine for {target:?}"),
+        None => println!("  copy engine {bytes} bytes: {count} reductions, {registers} registers at most"),
     }
     Ok(())
 }

@@ -3,8 +3,10 @@
 use super::Draws;
 use std::time::{Duration, Instant};
 use sumac::exec::cuda::{Cuda, CudaMemory};
+use sumac::exec::gpu::engine::{Bulk, Family, GpuEngine};
 use sumac::exec::gpu::{Double, DoubleMemory, Gpu, GpuBuffers, GpuError, Group, GroupOptions, Part, Request, Staging};
 use sumac::{Algo, Dtype, OpDesc, ReduceOp};
+use sumac_hal::dma::{Address, Chain, Completion, Engine, Scope, Status, Step, Tag};
 use sumac_hal::reduce::Kernel;
 
 const ALGOS: [Algo; 6] =
@@ -34,7 +36,8 @@ pub(super) fn run(cuda: &Cuda) -> Result<(), String> {
     println!("{compared} all-reduces have the bits of the same schedule on the CPU, and floats the values of float64");
     repeats(cuda)?;
     ends(cuda)?;
-    stages(cuda)
+    stages(cuda)?;
+    engines(cuda, &mut draws)
 }
 
 fn words(error: GpuError) -> String {
@@ -274,4 +277,72 @@ fn stages(cuda: &Cuda) -> Result<(), String> {
     }
     println!("a buffer goes through pinned chunks");
     Ok(())
+}
+
+/// The copy engine's reductions, against the CPU's kernels.
+fn engines(cuda: &Cuda, draws: &mut Draws) -> Result<(), String> {
+    if let Err(error) = cuda.check_bulk() {
+        println!("{error}");
+        return Ok(());
+    }
+    for family in [Family::Sums, Family::Integers] {
+        let mut engine = GpuEngine::new(cuda.another().map_err(words)?, family).map_err(words)?;
+        for &dtype in Dtype::ALL {
+            for &op in ReduceOp::ALL {
+                let Some(kernel) = Kernel::new(dtype, op).filter(|_| engine.capabilities().reduces(dtype, op)) else {
+                    continue;
+                };
+                // Several tiles for some blocks, and a last one that is not full.
+                engine_one(&mut engine, &kernel, 16 * (1 + (draws.next() >> 32) as usize % 2_000_000), draws)
+                    .map_err(|error| format!("the copy engine's {dtype} {op}: {error}"))?;
+            }
+        }
+    }
+    println!("the copy engine's reductions have the bits of the CPU's kernels");
+    Ok(())
+}
+
+fn engine_one(engine: &mut GpuEngine<Cuda>, kernel: &Kernel, len: usize, draws: &mut Draws) -> Result<(), String> {
+    let count = len / kernel.element_bytes();
+    let (src, dst) = (elements(draws, kernel, count), elements(draws, kernel, count));
+    let memory = [&src, &dst].map(|bytes| -> Result<CudaMemory, GpuError> {
+        let memory = engine.gpu().alloc(len)?;
+        engine.gpu().write(&memory, bytes)?;
+        Ok(memory)
+    });
+    let [from, to] = memory;
+    let (from, to) = (from.map_err(words)?, to.map_err(words)?);
+    let key = |engine: &mut GpuEngine<Cuda>, memory: &CudaMemory| engine.register(memory.clone()).ok_or("no region");
+    let (from_key, to_key) = (key(engine, &from)?, key(engine, &to)?);
+    let at = |region| Address { region, offset_bytes: 0 };
+    let step = Step::Reduce {
+        op: kernel.op(),
+        source: kernel.dtype(),
+        accumulator: kernel.dtype(),
+        src: at(from_key),
+        dst: at(to_key),
+        count: count as u32,
+    };
+    let tag = Tag { seq: 1, slot: 0, attempt: 0 };
+    engine.submit(Chain { tag, scope: Scope(0), steps: &[step] }).map_err(|error| error.to_string())?;
+    let mut ends = [Completion { tag, status: Status::Aborted, step: 0 }];
+    let deadline = Instant::now() + PATIENCE;
+    while engine.poll(&mut ends) == 0 {
+        if Instant::now() > deadline {
+            return Err("it does not end".into());
+        }
+    }
+    let mut accumulators = vec![0; count * kernel.accumulator_bytes()];
+    kernel.load(&mut accumulators, &dst, false);
+    kernel.combine(&mut accumulators, &src, false);
+    let (mut wanted, mut found) = (vec![0; len], vec![0; len]);
+    kernel.store(&mut wanted, &accumulators, 1);
+    engine.gpu().read(&mut found, &to).map_err(words)?;
+    engine.deregister(from_key);
+    engine.deregister(to_key);
+    match (ends[0].status, wanted == found) {
+        (Status::Done, true) => Ok(()),
+        (Status::Done, false) => Err(format!("{count} elements have other bits")),
+        (status, _) => Err(status.to_string()),
+    }
 }

@@ -1,15 +1,26 @@
-//! From `kernels.cu` to code: by nvrtc when it is there, for the GPU that is there, one kernel at a time.
+//! From `kernels.cu` and `bulk.cu` to code: by nvrtc when it is there, for the GPU that is there, one kernel at a time.
 //!
 //! A kernel is compiled for the GPU's own architecture if the compiler knows it, else to PTX for the newest older one,
 //! which the driver compiles on. PTX written to files ([`CompiledKernel::file_name`]) serves machines without nvrtc.
 
+use crate::exec::gpu::engine::bulk_instruction;
 use crate::exec::gpu::{Absent, GpuError};
 use cudarc::nvrtc::{Ptx, result, sys};
 use std::ffi::{CStr, CString, c_char};
+use sumac_hal::op::{Dtype, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
-/// The kernels' source.
-pub const SOURCE: &str = include_str!("kernels.cu");
+/// The first architecture whose copy engine reduces.
+pub const BULK_ARCH: u32 = 90;
+
+/// A source, its name, and what a kernel of it defines.
+struct Source {
+    text: &'static str,
+    name: &'static CStr,
+    defines: Vec<String>,
+    /// For messages.
+    what: String,
+}
 
 /// What to compile for: compute capability times ten.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,6 +47,11 @@ impl CompiledKernel {
     /// Return the name under which a kernel's PTX lies in a folder.
     pub fn file_name(kernel: &Kernel) -> String {
         format!("{}-{}.ptx", kernel.dtype(), kernel.op())
+    }
+
+    /// Return the same for the copy engine's.
+    pub fn bulk_file_name(dtype: Dtype, op: ReduceOp) -> String {
+        format!("bulk-{dtype}-{op}.ptx")
     }
 
     /// Return the code.
@@ -97,8 +113,33 @@ pub(super) fn best_target(capability: u32) -> Result<Target, GpuError> {
 /// # Errors
 /// [`GpuError::Absent`] without a compiler, [`GpuError::Kernel`] with its words.
 pub fn compile(kernel: &Kernel, target: Target) -> Result<CompiledKernel, GpuError> {
+    let (dtype, op) = (kernel.dtype(), kernel.op());
+    let source = Source {
+        text: include_str!("kernels.cu"),
+        name: c"kernels.cu",
+        defines: vec![format!("-DSUMAC_DTYPE={}", dtype.to_wire()), format!("-DSUMAC_OP={}", op.to_wire())],
+        what: format!("{dtype} {op}"),
+    };
+    run(&source, target, CompiledKernel::file_name(kernel))
+}
+
+/// Compile what drives the copy engine, for [`BULK_ARCH`] or later.
+///
+/// # Errors
+/// As [`compile`]; [`GpuError::Kernel`] if it has no such reduction.
+pub fn compile_bulk(dtype: Dtype, op: ReduceOp, target: Target) -> Result<CompiledKernel, GpuError> {
+    let what = format!("the copy engine's {dtype} {op}");
+    let Some(instruction) = bulk_instruction(dtype, op) else {
+        return Err(GpuError::Kernel { kernel: what, why: "it has no such reduction".into() });
+    };
+    let defines = vec![format!("-DSUMAC_BULK=\"{instruction}\"")];
+    let source = Source { text: include_str!("bulk.cu"), name: c"bulk.cu", defines, what };
+    run(&source, target, CompiledKernel::bulk_file_name(dtype, op))
+}
+
+fn run(source: &Source, target: Target, file_name: String) -> Result<CompiledKernel, GpuError> {
     if !is_there() {
-        return Err(Absent::Compiler { wanted: CompiledKernel::file_name(kernel) }.into());
+        return Err(Absent::Compiler { wanted: file_name }.into());
     }
     let arch = match target {
         Target::Sass(arch) => format!("sm_{arch}"),
@@ -111,15 +152,13 @@ pub fn compile(kernel: &Kernel, target: Target) -> Result<CompiledKernel, GpuErr
         "--fmad=false".into(),
         "--ftz=false".into(),
         "--prec-div=true".into(),
-        format!("-DSUMAC_DTYPE={}", kernel.dtype().to_wire()),
-        format!("-DSUMAC_OP={}", kernel.op().to_wire()),
     ];
+    options.extend_from_slice(&source.defines);
     if matches!(target, Target::Sass(_)) {
         options.push("--ptxas-options=-v".into());
     }
-    let failed =
-        |why: String| GpuError::Kernel { kernel: format!("{} {} for {arch}", kernel.dtype(), kernel.op()), why };
-    let program = Program::new(SOURCE)?;
+    let failed = |why: String| GpuError::Kernel { kernel: format!("{} for {arch}", source.what), why };
+    let program = Program::new(source)?;
     // SAFETY: the program was created, and is not destroyed yet.
     let compiled = unsafe { result::compile_program(program.0, &options) };
     let log = program.log();
@@ -138,11 +177,11 @@ pub fn compile(kernel: &Kernel, target: Target) -> Result<CompiledKernel, GpuErr
 struct Program(sys::nvrtcProgram);
 
 impl Program {
-    fn new(source: &str) -> Result<Self, GpuError> {
-        let named = |why: String| GpuError::Kernel { kernel: "the source".into(), why };
-        let source = CString::new(source).map_err(|error| named(error.to_string()))?;
-        // The compiler copies the source.
-        result::create_program(&source, Some(c"kernels.cu")).map(Self).map_err(|error| named(error.to_string()))
+    fn new(source: &Source) -> Result<Self, GpuError> {
+        let named = |why: String| GpuError::Kernel { kernel: source.what.clone(), why };
+        let text = CString::new(source.text).map_err(|error| named(error.to_string()))?;
+        // The compiler copies the text.
+        result::create_program(&text, Some(source.name)).map(Self).map_err(|error| named(error.to_string()))
     }
 
     fn log(&self) -> String {

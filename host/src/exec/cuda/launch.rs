@@ -4,7 +4,7 @@
 //! the host goes through the same bytes.
 
 use super::compile::CompiledKernel;
-use super::{address, driver, function};
+use super::{address, driver, function, module};
 use crate::exec::cuda::CudaMemory;
 use crate::exec::gpu::{Fused, GpuError, Part};
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
@@ -97,13 +97,7 @@ pub struct Loaded {
 
 impl Loaded {
     pub(super) fn new(context: &Arc<CudaContext>, kernel: &Kernel, code: CompiledKernel) -> Result<Self, GpuError> {
-        let module = context.load_module(code.into_module());
-        let module = module.map_err(|error| match driver("a kernel", error) {
-            GpuError::Driver { why, .. } => {
-                GpuError::Kernel { kernel: format!("{} {}", kernel.dtype(), kernel.op()), why }
-            }
-            other => other,
-        })?;
+        let module = module(context, code, || format!("{} {}", kernel.dtype(), kernel.op()))?;
         let scale = (kernel.op() == ReduceOp::PremulSum).then(|| function(&module, "sumac_scale")).transpose()?;
         Ok(Self { kernel: *kernel, land: function(&module, "sumac_land")?, scale })
     }

@@ -12,6 +12,7 @@
 //! - every pointer that a launch gets lies in memory whose share is in the caller's hands, and within its length;
 //! - the context is current whenever the driver is called.
 
+mod bulk;
 pub mod compile;
 mod launch;
 mod memory;
@@ -20,13 +21,16 @@ pub use compile::{CompiledKernel, Target};
 pub use memory::{CudaMemory, CudaPinned};
 
 use super::gpu::{Absent, Fused, Gpu, GpuError, Part};
-use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaGraph, CudaStream, DriverError, result, sys};
+use cudarc::driver::{
+    CudaContext, CudaEvent, CudaFunction, CudaGraph, CudaModule, CudaStream, DriverError, result, sys,
+};
 use launch::Loaded;
 use memory::Block;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
+use sumac_hal::op::{Dtype, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
 /// The oldest CUDA that a driver must support: the one whose symbols this is built for.
@@ -61,7 +65,15 @@ pub struct Cuda {
     stop: CudaMemory,
     control: Arc<CudaStream>,
     /// Code that is in the GPU already.
-    loaded: Arc<Mutex<HashMap<Kernel, Loaded>>>,
+    loaded: Arc<Loads>,
+}
+
+/// Code that is in the GPU.
+#[derive(Debug, Default)]
+struct Loads {
+    kernels: Mutex<HashMap<Kernel, Loaded>>,
+    bulk: Mutex<HashMap<(Dtype, ReduceOp), CudaFunction>>,
+    publish: Mutex<Option<CudaFunction>>,
 }
 
 impl Cuda {
@@ -99,7 +111,7 @@ impl Cuda {
     fn with(
         (context, options): (Arc<CudaContext>, CudaOptions),
         (capability, multiprocessors): (u32, u32),
-        loaded: Arc<Mutex<HashMap<Kernel, Loaded>>>,
+        loaded: Arc<Loads>,
     ) -> Result<Self, GpuError> {
         let control = context.new_stream().map_err(|error| driver("a stream", error))?;
         let stop = Block::alloc(&context, size_of::<u32>())?;
@@ -164,7 +176,9 @@ impl Cuda {
     pub fn write(&self, to: &CudaMemory, bytes: &[u8]) -> Result<(), GpuError> {
         self.fits(to, bytes.len())?;
         // SAFETY: `to` is as long as `bytes`.
-        unsafe { result::memcpy_htod_sync(to.address(), bytes) }.map_err(|error| driver("a copy", error))
+        let copied = unsafe { result::memcpy_htod_sync(to.address(), bytes) };
+        // From memory that is not pinned the last bytes may still be on their way then.
+        copied.and_then(|()| self.context.default_stream().synchronize()).map_err(|error| driver("a copy", error))
     }
 
     /// Copy out of memory, and wait until it is there.
@@ -189,18 +203,22 @@ impl Cuda {
         self.context.bind_to_thread().map_err(|error| driver("its context", error))
     }
 
-    /// Return compiled code for a kernel, from the compiler or from the folder.
-    fn code(&self, kernel: &Kernel) -> Result<CompiledKernel, GpuError> {
+    /// Return compiled code, from the compiler or from the folder.
+    fn code(
+        &self,
+        file_name: String,
+        compile: impl FnOnce(Target) -> Result<CompiledKernel, GpuError>,
+    ) -> Result<CompiledKernel, GpuError> {
         if self.options.compiles && compile::is_there() {
-            return compile::compile(kernel, compile::best_target(self.capability)?);
+            return compile(compile::best_target(self.capability)?);
         }
-        let name = CompiledKernel::file_name(kernel);
-        let path = self.options.kernels.as_ref().map(|folder| folder.join(&name));
-        let read = path.as_ref().map(std::fs::read_to_string);
-        match (read, path) {
-            (Some(Ok(ptx)), _) => Ok(CompiledKernel::of_ptx(ptx)),
-            (_, Some(path)) => Err(Absent::Compiler { wanted: path.display().to_string() }.into()),
-            _ => Err(Absent::Compiler { wanted: name }.into()),
+        let Some(folder) = &self.options.kernels else {
+            return Err(Absent::Compiler { wanted: file_name }.into());
+        };
+        let path = folder.join(file_name);
+        match std::fs::read_to_string(&path) {
+            Ok(ptx) => Ok(CompiledKernel::of_ptx(ptx)),
+            Err(_) => Err(Absent::Compiler { wanted: path.display().to_string() }.into()),
         }
     }
 }
@@ -303,11 +321,12 @@ impl Gpu for Cuda {
     }
 
     fn load(&self, kernel: &Kernel) -> Result<Loaded, GpuError> {
-        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut loaded = self.loaded.kernels.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = loaded.get(kernel) {
             return Ok(known.clone());
         }
-        let new = Loaded::new(&self.context, kernel, self.code(kernel)?)?;
+        let code = self.code(CompiledKernel::file_name(kernel), |target| compile::compile(kernel, target))?;
+        let new = Loaded::new(&self.context, kernel, code)?;
         loaded.insert(*kernel, new.clone());
         Ok(new)
     }
@@ -393,8 +412,20 @@ impl Gpu for Cuda {
     }
 }
 
+/// Put code into the GPU, or say whose it is that does not go there.
+fn module(
+    context: &Arc<CudaContext>,
+    code: CompiledKernel,
+    whose: impl FnOnce() -> String,
+) -> Result<Arc<CudaModule>, GpuError> {
+    context.load_module(code.into_module()).map_err(|error| match driver("a kernel", error) {
+        GpuError::Driver { why, .. } => GpuError::Kernel { kernel: whose(), why },
+        other => other,
+    })
+}
+
 /// The function of a module.
-fn function(module: &Arc<cudarc::driver::CudaModule>, name: &'static str) -> Result<CudaFunction, GpuError> {
+fn function(module: &Arc<CudaModule>, name: &'static str) -> Result<CudaFunction, GpuError> {
     module.load_function(name).map_err(|error| driver(name, error))
 }
 

@@ -4,6 +4,8 @@
 //! an illegal address, and a captured stream that was not forked off or not joined is an error. Nothing runs by itself:
 //! whoever asks whether an event is done lets a drawn number of things happen first, so one seed gives one order.
 
+mod bulk;
+
 use super::error::GpuError;
 use super::{Fused, Gpu, Part};
 use std::collections::{BTreeMap, VecDeque};
@@ -74,6 +76,8 @@ enum Task {
     Copy { to: Place, from: Place },
     Land(Box<LandTask>),
     Scale { kernel: Kernel, to: Place, from: Place, scalar: f64 },
+    Bulk { kernel: Kernel, to: Place, from: Place },
+    Publish { to: Place, words: [u64; 2] },
     Record(usize, u64),
     Wait(usize, u64),
     Gate(Gate),
@@ -238,7 +242,7 @@ impl State {
                 let bytes = self.read(&from)?.to_vec();
                 self.write(&to)?.copy_from_slice(&bytes);
             }
-            Task::Land(..) | Task::Scale { .. } if self.is_stopped => self.passes.1 += 1,
+            Task::Land(..) | Task::Scale { .. } | Task::Bulk { .. } if self.is_stopped => self.passes.1 += 1,
             Task::Land(land) => {
                 self.passes.0 += 1;
                 self.land(&land)?;
@@ -248,6 +252,14 @@ impl State {
                 let bytes = self.read(&from)?.to_vec();
                 let scaled = kernel.scale(self.write(&to)?, &bytes, scalar);
                 scaled.map_err(|error| GpuError::Invalid(error.to_string()))?;
+            }
+            Task::Bulk { kernel, to, from } => {
+                self.passes.0 += 1;
+                self.bulk(kernel, &to, &from)?;
+            }
+            Task::Publish { to, words } => {
+                let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+                self.write(&to)?.copy_from_slice(&bytes);
             }
             Task::Record(event, version) => self.events[event].done = version,
             Task::Wait(..) | Task::Gate(_) => {}
@@ -271,6 +283,17 @@ impl State {
         } else {
             to.copy_from_slice(&accumulators);
         }
+        Ok(())
+    }
+
+    /// Reduce in the element type, which rounds.
+    fn bulk(&mut self, kernel: Kernel, to: &Place, from: &Place) -> Result<(), GpuError> {
+        let bytes = self.read(from)?.to_vec();
+        let to = self.write(to)?;
+        let mut accumulators = vec![0; bytes.len() / kernel.element_bytes() * kernel.accumulator_bytes()];
+        kernel.load(&mut accumulators, to, false);
+        kernel.combine(&mut accumulators, &bytes, false);
+        kernel.store(to, &accumulators, 1);
         Ok(())
     }
 

@@ -12,6 +12,8 @@
 //!     the producers                        landings, and events between them
 //! ```
 //!
+//! [`engine`] is a GPU's copy engine that reduces on the way, as a DMA engine of [`sumac_hal::dma`].
+//!
 //! Nothing here blocks the host but [`Group::wait`]: an operation begins when the events of its producers have come,
 //! and its consumers wait for its own ([`Work::done`]), on their streams.
 //!
@@ -24,6 +26,7 @@
 mod bucket;
 mod buffers;
 mod double;
+pub mod engine;
 mod error;
 mod flight;
 mod group;
