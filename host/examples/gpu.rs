@@ -1,7 +1,7 @@
 //! Checks and measures the GPU's side on a machine that has a GPU; see `tests/gpu/run`.
 //!
 //! `gpu check` compares every type, operator and algorithm with float64 references and with the bits of the double;
-//! `gpu measure` prints tables. `--kernels FOLDER` takes compiled kernels from there where there is no compiler, `--packed
+//! `gpu rehearse` does the same to the double, where there is no GPU; `gpu measure` prints tables. `--kernels FOLDER` takes compiled kernels from there where there is no compiler, `--packed
 //! FOLDER` in any case.
 //! Exit status: 0, 1 for a wrong result, 2 for wrong usage, 77 where there is no GPU.
 
@@ -25,11 +25,14 @@ fn main() -> ExitCode {
         }
         _ => ("", CudaOptions::default()),
     };
+    if what == "rehearse" {
+        return ended(check::rehearse());
+    }
     let run: fn(&Cuda) -> Result<(), String> = match what {
         "check" => check::run,
         "measure" => measure::run,
         _ => {
-            eprintln!("usage: gpu check|measure [--kernels FOLDER | --packed FOLDER]");
+            eprintln!("usage: gpu check|measure|rehearse [--kernels FOLDER | --packed FOLDER]");
             return ExitCode::from(2);
         }
     };
@@ -46,7 +49,11 @@ fn main() -> ExitCode {
         }
     };
     println!("{description}");
-    match run(&cuda) {
+    ended(run(&cuda))
+}
+
+fn ended(result: Result<(), String>) -> ExitCode {
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("{error}");

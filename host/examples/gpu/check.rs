@@ -1,11 +1,14 @@
 //! Every type, operator and algorithm on the GPU: against float64, and against the bits of the double.
+//!
+//! The double can stand in for the GPU too, so that what checks is itself checked where there is none ([`rehearse`]).
 
 use super::Draws;
 use std::time::{Duration, Instant};
-use sumac::exec::cuda::{Cuda, CudaMemory};
+use sumac::coll::{ALGORITHMS, Place, Problem, tree::Tree};
+use sumac::exec::cuda::Cuda;
 use sumac::exec::gpu::engine::{Bulk, Family, GpuEngine};
-use sumac::exec::gpu::{Double, DoubleMemory, Gpu, GpuBuffers, GpuError, Group, GroupOptions, Part, Request, Staging};
-use sumac::{Algo, Dtype, OpDesc, ReduceOp};
+use sumac::exec::gpu::{Double, Gpu, GpuBuffers, GpuError, Group, GroupOptions, Part, Request, Staging};
+use sumac::{Algo, Collective, Dtype, OpDesc, Order, Rank, ReduceOp};
 use sumac_hal::dma::{Address, Chain, Completion, Engine, Scope, Status, Step, Tag};
 use sumac_hal::reduce::Kernel;
 
@@ -15,29 +18,109 @@ const ALGOS: [Algo; 6] =
 /// Long enough for a kernel that is compiled on the way.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// How a GPU is opened once more, and how much is done to it.
+struct Check<'a, G> {
+    another: &'a dyn Fn() -> Result<G, GpuError>,
+    ranks: &'a [u32],
+    /// No operation has more.
+    elements: usize,
+    /// What keeps the GPU busy for longer than handing it over takes.
+    long_bytes: usize,
+}
+
 pub(super) fn run(cuda: &Cuda) -> Result<(), String> {
+    let another = || cuda.another();
+    check(&Check { another: &another, ranks: &[1, 2, 3, 4, 8], elements: 20_000, long_bytes: 512 << 20 })
+}
+
+/// Check the double against the double.
+pub(super) fn rehearse() -> Result<(), String> {
+    let another = || Ok(Double::new(3, 1 << 28));
+    check(&Check { another: &another, ranks: &[1, 3, 4], elements: 200, long_bytes: 1 << 20 })
+}
+
+fn check<G: Bulk>(check: &Check<'_, G>) -> Result<(), String> {
     let mut draws = Draws::fresh();
     let mut compared = 0;
-    for ranks in [1, 2, 3, 4, 8] {
-        let mut group = group(cuda, pieces(), ranks)?;
-        let mut double = Group::new(Double::new(1, 1 << 30), ranks, pieces()).map_err(words)?;
+    for &ranks in check.ranks {
         for &dtype in Dtype::ALL {
+            let mut group = group(check, pieces(), ranks)?;
+            let mut double = double(ranks)?;
             for &op in ReduceOp::ALL {
                 let Some(kernel) = Kernel::new(dtype, op) else { continue };
                 for algo in ALGOS {
                     for is_in_place in [true, false] {
-                        compare(&mut group, &mut double, &kernel, algo, is_in_place, &mut draws)?;
+                        let count = 1 + (draws.next() >> 32) as usize % check.elements;
+                        let data = Data::all_reduce(&mut draws, &kernel, ranks, count);
+                        compare(&mut group, &mut double, (algo, is_in_place), &data)?;
                         compared += 1;
                     }
                 }
             }
         }
+        compared += others(&mut group(check, pieces(), ranks)?, &mut double(ranks)?, &mut draws)?;
     }
-    println!("{compared} all-reduces have the bits of the same schedule on the CPU, and floats the values of float64");
-    repeats(cuda)?;
-    ends(cuda)?;
-    stages(cuda)?;
-    engines(cuda, &mut draws)
+    println!(
+        "{compared} operations have the bits of the same schedule on the CPU, and all-reduced floats float64's values"
+    );
+    repeats(check)?;
+    ends(check)?;
+    stages(check)?;
+    engines(check, &mut draws)
+}
+
+/// One operation and what goes into it.
+struct Data {
+    desc: OpDesc,
+    kernel: Option<Kernel>,
+    inputs: Vec<Vec<u8>>,
+    /// The bytes of each rank's result.
+    outputs: Vec<usize>,
+    scalars: Vec<f64>,
+}
+
+impl Data {
+    fn all_reduce(draws: &mut Draws, kernel: &Kernel, ranks: u32, count: usize) -> Self {
+        let inputs: Vec<Vec<u8>> = (0..ranks).map(|_| elements(draws, kernel, count)).collect();
+        let is_scaled = kernel.op() == ReduceOp::PremulSum;
+        Self {
+            desc: OpDesc::all_reduce(kernel.dtype(), kernel.op(), count as u64),
+            kernel: Some(*kernel),
+            outputs: inputs.iter().map(Vec::len).collect(),
+            inputs,
+            scalars: if is_scaled { (0..ranks).map(|rank| f64::from(rank) + 2.0).collect() } else { Vec::new() },
+        }
+    }
+}
+
+/// The other collectives, by every algorithm that there is.
+fn others<G: Gpu>(group: &mut Group<G>, double: &mut Group<Double>, draws: &mut Draws) -> Result<usize, String> {
+    let ranks = group.ranks();
+    let tree = Tree::flat(ranks, Order::TreeFold).map_err(|error| error.to_string())?;
+    let mut compared = 0;
+    for algorithm in ALGORITHMS.iter().filter(|algorithm| algorithm.pattern.collective() != Collective::Barrier) {
+        let collective = algorithm.pattern.collective();
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            let Some(kernel) = Kernel::new(dtype, ReduceOp::Sum) else { continue };
+            let (count, root) = (1 + (draws.next() >> 32) as usize % 500, Rank((draws.next() >> 32) as u32 % ranks));
+            let root = if collective.is_rooted() { root } else { Rank(0) };
+            let problem = |place| Problem { place, count, root, tree: &tree };
+            let layouts: Vec<_> =
+                Place::all(ranks).map(|place| *(algorithm.schedule)(&problem(place)).layout()).collect();
+            let op = collective.reduces().then_some(ReduceOp::Sum);
+            let data = Data {
+                desc: OpDesc { collective, dtype: Some(dtype), op, root, count: count as u64 },
+                kernel: None,
+                inputs: layouts.iter().map(|layout| elements(draws, &kernel, layout.input)).collect(),
+                outputs: layouts.iter().map(|layout| layout.output * dtype.size_bytes()).collect(),
+                scalars: Vec::new(),
+            };
+            let algo = algorithm.path().name().parse().map_err(|error| format!("{algorithm:?}: {error}"))?;
+            compare(group, double, (algo, false), &data)?;
+            compared += 1;
+        }
+    }
+    Ok(compared)
 }
 
 fn words(error: GpuError) -> String {
@@ -49,54 +132,67 @@ fn pieces() -> GroupOptions {
     GroupOptions { piece_bytes: 4096, ..GroupOptions::default() }
 }
 
-fn group(cuda: &Cuda, options: GroupOptions, ranks: u32) -> Result<Group<Cuda>, String> {
-    cuda.another().and_then(|cuda| Group::new(cuda, ranks, options)).map_err(words)
+fn double(ranks: u32) -> Result<Group<Double>, String> {
+    Group::new(Double::new(1, 1 << 30), ranks, pieces()).map_err(words)
 }
 
-/// Run one all-reduce on both, and compare.
-fn compare(
-    group: &mut Group<Cuda>,
+fn group<G: Bulk>(check: &Check<'_, G>, options: GroupOptions, ranks: u32) -> Result<Group<G>, String> {
+    (check.another)().and_then(|gpu| Group::new(gpu, ranks, options)).map_err(words)
+}
+
+/// Return memory with these bytes.
+fn put<G: Gpu>(gpu: &G, stream: &G::Stream, bytes: &[u8]) -> Result<G::Memory, GpuError> {
+    let memory = gpu.alloc(bytes.len())?;
+    write(gpu, stream, &memory, bytes)?;
+    Ok(memory)
+}
+
+fn write<G: Gpu>(gpu: &G, stream: &G::Stream, memory: &G::Memory, bytes: &[u8]) -> Result<(), GpuError> {
+    let mut pinned = gpu.pinned(bytes.len())?;
+    gpu.host(&mut pinned)?[..bytes.len()].copy_from_slice(bytes);
+    gpu.upload(stream, Part { memory, at: 0, len_bytes: bytes.len() }, &mut pinned)?;
+    gpu.host(&mut pinned).map(|_| ())
+}
+
+/// Return the bytes of memory.
+fn get<G: Gpu>(gpu: &G, stream: &G::Stream, memory: &G::Memory, len_bytes: usize) -> Result<Vec<u8>, GpuError> {
+    let mut pinned = gpu.pinned(len_bytes)?;
+    gpu.download(stream, &mut pinned, Part { memory, at: 0, len_bytes })?;
+    Ok(gpu.host(&mut pinned)?[..len_bytes].to_vec())
+}
+
+/// Run one operation on both, and compare.
+fn compare<G: Gpu>(
+    group: &mut Group<G>,
     double: &mut Group<Double>,
-    kernel: &Kernel,
-    algo: Algo,
-    is_in_place: bool,
-    draws: &mut Draws,
+    (algo, is_in_place): (Algo, bool),
+    data: &Data,
 ) -> Result<(), String> {
-    let (dtype, op, ranks) = (kernel.dtype(), kernel.op(), group.ranks());
-    // Not a multiple of anything: heads, tails and blocks of different lengths.
-    let count = 1 + (draws.next() >> 32) as usize % 20_000;
-    let inputs: Vec<Vec<u8>> = (0..ranks).map(|_| elements(draws, kernel, count)).collect();
-    let desc = OpDesc::all_reduce(dtype, op, count as u64);
-    let what = format!("{dtype} {op} by {algo}, {ranks} ranks, {count} elements, in place: {is_in_place}");
-
-    let upload = |input: &Vec<u8>| -> Result<GpuBuffers<CudaMemory>, GpuError> {
-        let memory = group.gpu().alloc(input.len())?;
-        group.gpu().write(&memory, input)?;
-        buffers(group.gpu(), memory, is_in_place, input.len())
-    };
-    let memory = inputs.iter().map(upload).collect::<Result<Vec<_>, _>>().map_err(words)?;
-    run_one(group, desc, algo, &memory).map_err(|error| format!("{what}: {error}"))?;
-    let upload = |input: &Vec<u8>| -> Result<GpuBuffers<DoubleMemory>, GpuError> {
-        buffers(double.gpu(), double.gpu().upload_now(input)?, is_in_place, input.len())
-    };
-    let twin = inputs.iter().map(upload).collect::<Result<Vec<_>, _>>().map_err(words)?;
-    run_one(double, desc, algo, &twin).map_err(|error| format!("{what}, on the double: {error}"))?;
-
-    for (rank, (ours, theirs)) in memory.iter().zip(&twin).enumerate() {
-        let mut found = vec![0; inputs[0].len()];
-        group.gpu().read(&mut found, output(ours)).map_err(words)?;
-        let wanted = double.gpu().download_now(output(theirs));
+    let what = format!("{} by {algo}, {} ranks, in place: {is_in_place}", data.desc, group.ranks());
+    let ours = reduced(group, algo, is_in_place, data).map_err(|error| format!("{what}: {error}"))?;
+    let theirs = reduced(double, algo, is_in_place, data).map_err(|error| format!("{what}, on the double: {error}"))?;
+    for (rank, (found, wanted)) in ours.iter().zip(&theirs).enumerate() {
         if let Some(at) = (0..found.len()).find(|&at| found[at] != wanted[at]) {
-            return Err(format!(
-                "{what}: byte {at} of rank {rank} is {:#x} where the CPU has {:#x}",
-                found[at], wanted[at]
-            ));
-        }
-        if rank == 0 {
-            against_float64(kernel, &inputs, &found).map_err(|error| format!("{what}: {error}"))?;
+            let (found, wanted) = (found[at], wanted[at]);
+            return Err(format!("{what}: byte {at} of rank {rank} is {found:#x} where the CPU has {wanted:#x}"));
         }
     }
-    Ok(())
+    match data.kernel.filter(|_| data.scalars.is_empty()) {
+        Some(kernel) => against_float64(&kernel, &data.inputs, &ours[0]).map_err(|error| format!("{what}: {error}")),
+        None => Ok(()),
+    }
+}
+
+/// Run an operation, and return every rank's result.
+fn reduced<G: Gpu>(group: &mut Group<G>, algo: Algo, is_in_place: bool, data: &Data) -> Result<Vec<Vec<u8>>, GpuError> {
+    let stream = group.gpu().stream()?;
+    let lens = data.inputs.iter().zip(&data.outputs);
+    let memory = lens.map(|(input, &len)| buffers(group.gpu(), put(group.gpu(), &stream, input)?, is_in_place, len));
+    let memory = memory.collect::<Result<Vec<_>, _>>()?;
+    let request = Request { desc: data.desc, algo, buffers: &memory, scalars: &data.scalars };
+    let work = group.start(&request, &[])?;
+    group.wait(work, Instant::now() + PATIENCE)?;
+    memory.iter().zip(&data.outputs).map(|(buffers, &len)| get(group.gpu(), &stream, output(buffers), len)).collect()
 }
 
 fn buffers<G: Gpu>(
@@ -115,16 +211,6 @@ fn output<M>(buffers: &GpuBuffers<M>) -> &M {
     match buffers {
         GpuBuffers::InPlace(memory) | GpuBuffers::Separate { output: memory, .. } => memory,
     }
-}
-
-fn run_one<G: Gpu>(
-    group: &mut Group<G>,
-    desc: OpDesc,
-    algo: Algo,
-    buffers: &[GpuBuffers<G::Memory>],
-) -> Result<(), GpuError> {
-    let work = group.start(&Request { desc, algo, buffers, scalars: &[] }, &[])?;
-    group.wait(work, Instant::now() + PATIENCE)
 }
 
 /// Draw elements: floats from -1 to 1, integers of any bits, and few indices, so that there are ties.
@@ -198,14 +284,11 @@ fn against_float64(kernel: &Kernel, inputs: &[Vec<u8>], found: &[u8]) -> Result<
 }
 
 /// A captured operation, repeated.
-fn repeats(cuda: &Cuda) -> Result<(), String> {
-    let mut group = group(cuda, pieces(), 4)?;
+fn repeats<G: Bulk>(check: &Check<'_, G>) -> Result<(), String> {
+    let mut group = group(check, pieces(), 4)?;
+    let stream = group.gpu().stream().map_err(words)?;
     let ones: Vec<u8> = (0..10_000).flat_map(|_| 1_i32.to_le_bytes()).collect();
-    let upload = || -> Result<GpuBuffers<CudaMemory>, GpuError> {
-        let memory = group.gpu().alloc(ones.len())?;
-        group.gpu().write(&memory, &ones)?;
-        Ok(GpuBuffers::InPlace(memory))
-    };
+    let upload = || put(group.gpu(), &stream, &ones).map(GpuBuffers::InPlace);
     let buffers = (0..4).map(|_| upload()).collect::<Result<Vec<_>, _>>().map_err(words)?;
     let desc = OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, 10_000);
     let request = Request { desc, algo: Algo::Ring, buffers: &buffers, scalars: &[] };
@@ -214,8 +297,7 @@ fn repeats(cuda: &Cuda) -> Result<(), String> {
         let work = group.replay(&repeat, &[]).map_err(words)?;
         group.wait(work, Instant::now() + PATIENCE).map_err(words)?;
     }
-    let mut found = vec![0; ones.len()];
-    group.gpu().read(&mut found, output(&buffers[3])).map_err(words)?;
+    let found = get(group.gpu(), &stream, output(&buffers[3]), ones.len()).map_err(words)?;
     if !found.as_chunks().0.iter().all(|sum| i32::from_le_bytes(*sum) == 1024) {
         return Err("a captured operation, repeated five times over four ranks, is not 4^5".into());
     }
@@ -224,10 +306,9 @@ fn repeats(cuda: &Cuda) -> Result<(), String> {
 }
 
 /// A deadline that passes with kernels in flight, and the group afterwards.
-fn ends(cuda: &Cuda) -> Result<(), String> {
-    let mut group = group(cuda, GroupOptions::default(), 8)?;
-    // Milliseconds of work, which takes less than one to hand over.
-    let len = 512 << 20;
+fn ends<G: Bulk>(check: &Check<'_, G>) -> Result<(), String> {
+    let mut group = group(check, GroupOptions::default(), 8)?;
+    let (len, stream) = (check.long_bytes, group.gpu().stream().map_err(words)?);
     let memory = || group.gpu().alloc(len).map(GpuBuffers::InPlace);
     let buffers = (0..8).map(|_| memory()).collect::<Result<Vec<_>, _>>().map_err(words)?;
     let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, len as u64 / 4);
@@ -236,17 +317,17 @@ fn ends(cuda: &Cuda) -> Result<(), String> {
     let begun = Instant::now();
     match group.wait(work, begun) {
         Err(GpuError::Deadline) => {
-            println!("a deadline ended an operation in {:.1} ms", begun.elapsed().as_secs_f64() * 1e3)
+            println!("a deadline ended an operation in {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
         }
         other => return Err(format!("a deadline that had passed gave {other:?}")),
     }
     let ones: Vec<u8> = (0..len / 4).flat_map(|_| 1_f32.to_le_bytes()).collect();
     for each in &buffers {
-        group.gpu().write(output(each), &ones).map_err(words)?;
+        write(group.gpu(), &stream, output(each), &ones).map_err(words)?;
     }
-    run_one(&mut group, desc, Algo::Ring, &buffers).map_err(words)?;
-    let mut found = vec![0; len];
-    group.gpu().read(&mut found, output(&buffers[5])).map_err(words)?;
+    let work = group.start(&request, &[]).map_err(words)?;
+    group.wait(work, Instant::now() + PATIENCE).map_err(words)?;
+    let found = get(group.gpu(), &stream, output(&buffers[5]), len).map_err(words)?;
     if !found.as_chunks().0.iter().all(|sum| f32::from_le_bytes(*sum) == 8.0) {
         return Err("after a deadline the next sum is wrong".into());
     }
@@ -255,45 +336,49 @@ fn ends(cuda: &Cuda) -> Result<(), String> {
 }
 
 /// A buffer through pinned chunks.
-fn stages(cuda: &Cuda) -> Result<(), String> {
-    let bytes: Vec<u8> = (0..10_000_001_u32).map(|index| (index * 7) as u8).collect();
-    let memory = cuda.alloc(bytes.len()).map_err(words)?;
-    let (producer, produced) = (cuda.stream().map_err(words)?, cuda.event().map_err(words)?);
-    let source = cuda.alloc(bytes.len()).map_err(words)?;
-    cuda.write(&source, &bytes).map_err(words)?;
-    let part = |memory| Part { memory, at: 0, len_bytes: bytes.len() };
-    cuda.copy(&producer, part(&memory), part(&source)).map_err(words)?;
-    cuda.record(&produced, &producer).map_err(words)?;
-    let mut staging = Staging::new(cuda, 1 << 20).map_err(words)?;
-    let staged = staging.run(cuda, &memory, &produced, Instant::now() + PATIENCE, |chunk| {
-        chunk.iter_mut().for_each(|byte| *byte = byte.wrapping_add(1));
-        Ok::<_, GpuError>(())
-    });
-    staged.map_err(words)?;
-    let mut found = vec![0; bytes.len()];
-    cuda.read(&mut found, &memory).map_err(words)?;
-    if !found.iter().zip(&bytes).all(|(found, byte)| *found == byte.wrapping_add(1)) {
-        return Err("a buffer did not come back through pinned chunks as it went".into());
-    }
+fn stages<G: Bulk>(check: &Check<'_, G>) -> Result<(), String> {
+    let gpu = (check.another)().map_err(words)?;
+    staged(&gpu, check.long_bytes / 50 + 1)
+        .map_err(words)?
+        .then_some(())
+        .ok_or_else(|| "a buffer did not come back through pinned chunks as it went".to_owned())?;
     println!("a buffer goes through pinned chunks");
     Ok(())
 }
 
+fn staged<G: Gpu>(gpu: &G, len_bytes: usize) -> Result<bool, GpuError> {
+    let bytes: Vec<u8> = (0..len_bytes).map(|index| (index * 7) as u8).collect();
+    let (producer, produced) = (gpu.stream()?, gpu.event()?);
+    let (memory, source) = (gpu.alloc(len_bytes)?, put(gpu, &producer, &bytes)?);
+    let part = |memory| Part { memory, at: 0, len_bytes };
+    gpu.copy(&producer, part(&memory), part(&source))?;
+    gpu.record(&produced, &producer)?;
+    let mut staging = Staging::new(gpu, 1 << 20)?;
+    staging.run(gpu, &memory, &produced, Instant::now() + PATIENCE, |chunk| {
+        chunk.iter_mut().for_each(|byte| *byte = byte.wrapping_add(1));
+        Ok::<_, GpuError>(())
+    })?;
+    let found = get(gpu, &producer, &memory, len_bytes)?;
+    Ok(found.iter().zip(&bytes).all(|(found, byte)| *found == byte.wrapping_add(1)))
+}
+
 /// The copy engine's reductions, against the CPU's kernels.
-fn engines(cuda: &Cuda, draws: &mut Draws) -> Result<(), String> {
-    if let Err(error) = cuda.check_bulk() {
-        println!("{error}");
-        return Ok(());
-    }
+fn engines<G: Bulk>(check: &Check<'_, G>, draws: &mut Draws) -> Result<(), String> {
     for family in [Family::Sums, Family::Integers] {
-        let mut engine = GpuEngine::new(cuda.another().map_err(words)?, family).map_err(words)?;
+        let gpu = (check.another)().map_err(words)?;
+        if let Err(error) = gpu.check_bulk() {
+            println!("{error}");
+            return Ok(());
+        }
+        let mut engine = GpuEngine::new(gpu, family).map_err(words)?;
         for &dtype in Dtype::ALL {
             for &op in ReduceOp::ALL {
                 let Some(kernel) = Kernel::new(dtype, op).filter(|_| engine.capabilities().reduces(dtype, op)) else {
                     continue;
                 };
                 // Several tiles for some blocks, and a last one that is not full.
-                engine_one(&mut engine, &kernel, 16 * (1 + (draws.next() >> 32) as usize % 2_000_000), draws)
+                let len = 16 * (1 + (draws.next() >> 32) as usize % (check.elements * 100));
+                engine_one(&mut engine, &kernel, len, draws)
                     .map_err(|error| format!("the copy engine's {dtype} {op}: {error}"))?;
             }
         }
@@ -302,18 +387,19 @@ fn engines(cuda: &Cuda, draws: &mut Draws) -> Result<(), String> {
     Ok(())
 }
 
-fn engine_one(engine: &mut GpuEngine<Cuda>, kernel: &Kernel, len: usize, draws: &mut Draws) -> Result<(), String> {
+fn engine_one<G: Bulk>(
+    engine: &mut GpuEngine<G>,
+    kernel: &Kernel,
+    len: usize,
+    draws: &mut Draws,
+) -> Result<(), String> {
     let count = len / kernel.element_bytes();
     let (src, dst) = (elements(draws, kernel, count), elements(draws, kernel, count));
-    let memory = [&src, &dst].map(|bytes| -> Result<CudaMemory, GpuError> {
-        let memory = engine.gpu().alloc(len)?;
-        engine.gpu().write(&memory, bytes)?;
-        Ok(memory)
-    });
-    let [from, to] = memory;
-    let (from, to) = (from.map_err(words)?, to.map_err(words)?);
-    let key = |engine: &mut GpuEngine<Cuda>, memory: &CudaMemory| engine.register(memory.clone()).ok_or("no region");
-    let (from_key, to_key) = (key(engine, &from)?, key(engine, &to)?);
+    let stream = engine.gpu().stream().map_err(words)?;
+    let upload = |bytes: &[u8]| put(engine.gpu(), &stream, bytes).map_err(words);
+    let (from, to) = (upload(&src)?, upload(&dst)?);
+    let from_key = engine.register(from).ok_or("no region is free")?;
+    let to_key = engine.register(to.clone()).ok_or("no region is free")?;
     let at = |region| Address { region, offset_bytes: 0 };
     let step = Step::Reduce {
         op: kernel.op(),
@@ -335,9 +421,9 @@ fn engine_one(engine: &mut GpuEngine<Cuda>, kernel: &Kernel, len: usize, draws: 
     let mut accumulators = vec![0; count * kernel.accumulator_bytes()];
     kernel.load(&mut accumulators, &dst, false);
     kernel.combine(&mut accumulators, &src, false);
-    let (mut wanted, mut found) = (vec![0; len], vec![0; len]);
+    let mut wanted = vec![0; len];
     kernel.store(&mut wanted, &accumulators, 1);
-    engine.gpu().read(&mut found, &to).map_err(words)?;
+    let found = get(engine.gpu(), &stream, &to, len).map_err(words)?;
     engine.deregister(from_key);
     engine.deregister(to_key);
     match (ends[0].status, wanted == found) {
