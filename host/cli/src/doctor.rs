@@ -48,7 +48,7 @@ pub(crate) fn run(_args: &DoctorArgs) -> Result<(), Failure> {
     findings.extend(udp());
     findings.extend([tcp(), huge_pages()]);
     findings.extend(shm::findings());
-    findings.extend([not_built("CUDA memory"), not_built("RDMA (verbs)")]);
+    findings.extend([cuda(), not_built("RDMA (verbs)")]);
     let mut out = io::stdout().lock();
     for finding in &findings {
         let health = match finding.health {
@@ -202,6 +202,14 @@ fn huge_pages() -> Finding {
 /// Return the choice among a setting's values, as the kernel marks it: `always [madvise] never`.
 fn chosen(setting: &str) -> Option<&str> {
     setting.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map(|(chosen, _)| chosen)
+}
+
+fn cuda() -> Finding {
+    let (health, found, advice) = match sumac::exec::gpu::probe() {
+        Ok(found) => (Health::Ok, found, String::new()),
+        Err(error) => (Health::Missing, error.to_string(), "ranks reduce in CPU memory instead".into()),
+    };
+    Finding { health, what: "CUDA memory", found, advice }
 }
 
 fn not_built(what: &'static str) -> Finding {

@@ -63,7 +63,7 @@ fn land<T: Element>(bucket: Bucket<T>, tensors: &mut [&mut [T]]) -> Result<Outco
 }
 
 /// Part tensors of these lengths into runs of at most `limit` bytes, or of one tensor.
-fn buckets(lens: impl Iterator<Item = usize>, limit: usize) -> Vec<std::ops::Range<usize>> {
+pub(crate) fn buckets(lens: impl Iterator<Item = usize>, limit: usize) -> Vec<std::ops::Range<usize>> {
     let mut buckets: Vec<std::ops::Range<usize>> = Vec::new();
     let mut filled = 0_usize;
     for (index, len) in lens.enumerate() {

@@ -105,6 +105,7 @@ pub use crate::endpoint::Slowest;
 pub use crate::exec::Buffers;
 pub use crate::reference::{Buffer, Transfer};
 pub use bucket::BUCKET_BYTES;
+pub(crate) use bucket::buckets;
 pub use cart::Cart;
 pub use element::{Element, Held};
 pub use error::{Error, Fresh};

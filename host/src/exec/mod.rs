@@ -4,6 +4,8 @@
 //!
 //! [`message`] sends and receives between two ranks, also while a schedule runs.
 //!
+//! [`gpu`] runs the same schedules over a GPU's memory, for ranks that share one.
+//!
 //! [`Mesh`] owns the connections, [`execute`] runs one rank's [`Schedule`](crate::coll::Schedule) over them.
 //! One thread, non-blocking sockets and one `poll`; nothing is allocated per operation once the mesh is warm.
 //!
@@ -19,8 +21,11 @@
 
 mod abort;
 mod announce;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod error;
 mod frame;
+pub mod gpu;
 mod greet;
 mod lane;
 mod link;
@@ -28,6 +33,7 @@ mod memory;
 mod mesh;
 pub mod message;
 pub(crate) mod notes;
+mod place;
 mod polls;
 mod run;
 mod tree;

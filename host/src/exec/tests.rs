@@ -98,7 +98,7 @@ fn encode_quotient(dtype: Dtype, dividend: i32, divisor: u32) -> Vec<u8> {
 }
 
 /// A rank's element of an operation: a value, or a pair with the rank as its index.
-fn contribution(dtype: Dtype, op: ReduceOp, rank: u32, element: usize) -> Vec<u8> {
+pub(super) fn contribution(dtype: Dtype, op: ReduceOp, rank: u32, element: usize) -> Vec<u8> {
     let mut bytes = encode(dtype, operand(dtype, op, rank, element));
     if op.is_located() {
         bytes.extend(&u64::from(rank).to_le_bytes()[..dtype.size_bytes()]);
@@ -107,7 +107,7 @@ fn contribution(dtype: Dtype, op: ReduceOp, rank: u32, element: usize) -> Vec<u8
 }
 
 /// The result's element, from all ranks' values.
-fn expected(dtype: Dtype, op: ReduceOp, ranks: u32, element: usize) -> Vec<u8> {
+pub(super) fn expected(dtype: Dtype, op: ReduceOp, ranks: u32, element: usize) -> Vec<u8> {
     let values: Vec<i32> = (0..ranks).map(|rank| operand(dtype, op, rank, element)).collect();
     let (least, greatest) = (*values.iter().min().expect("a rank"), *values.iter().max().expect("a rank"));
     let truths = values.iter().filter(|&&value| value != 0).count();

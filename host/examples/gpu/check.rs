@@ -1,0 +1,434 @@
+//! Every type, operator and algorithm on the GPU: against float64, and against the bits of the double.
+//!
+//! The double can stand in for the GPU too, so that what checks is itself checked where there is none ([`rehearse`]).
+
+use super::Draws;
+use std::time::{Duration, Instant};
+use sumac::coll::{ALGORITHMS, Place, Problem, tree::Tree};
+use sumac::exec::cuda::Cuda;
+use sumac::exec::gpu::engine::{Bulk, Family, GpuEngine};
+use sumac::exec::gpu::{Double, Gpu, GpuBuffers, GpuError, Group, GroupOptions, Part, Request, Staging};
+use sumac::{Algo, Collective, Dtype, OpDesc, Order, Rank, ReduceOp};
+use sumac_hal::dma::{Address, Chain, Completion, Engine, Scope, Status, Step, Tag};
+use sumac_hal::reduce::Kernel;
+
+const ALGOS: [Algo; 6] =
+    [Algo::Ring, Algo::HalvingDoubling, Algo::RecursiveDoubling, Algo::Binomial, Algo::HostTree, Algo::Pairwise];
+
+/// Long enough for a kernel that is compiled on the way.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// How a GPU is opened once more, and how much is done to it.
+struct Check<'a, G> {
+    another: &'a dyn Fn() -> Result<G, GpuError>,
+    ranks: &'a [u32],
+    /// No operation has more.
+    elements: usize,
+    /// What keeps the GPU busy for longer than handing it over takes.
+    long_bytes: usize,
+}
+
+pub(super) fn run(cuda: &Cuda) -> Result<(), String> {
+    let another = || cuda.another();
+    check(&Check { another: &another, ranks: &[1, 2, 3, 4, 8], elements: 20_000, long_bytes: 512 << 20 })
+}
+
+/// Check the double against the double.
+pub(super) fn rehearse() -> Result<(), String> {
+    let another = || Ok(Double::new(3, 1 << 28));
+    check(&Check { another: &another, ranks: &[1, 3, 4], elements: 200, long_bytes: 1 << 20 })
+}
+
+fn check<G: Bulk>(check: &Check<'_, G>) -> Result<(), String> {
+    let mut draws = Draws::fresh();
+    let mut compared = 0;
+    for &ranks in check.ranks {
+        for &dtype in Dtype::ALL {
+            let mut group = group(check, pieces(), ranks)?;
+            let mut double = double(ranks)?;
+            for &op in ReduceOp::ALL {
+                let Some(kernel) = Kernel::new(dtype, op) else { continue };
+                for algo in ALGOS {
+                    for is_in_place in [true, false] {
+                        let count = 1 + (draws.next() >> 32) as usize % check.elements;
+                        let data = Data::all_reduce(&mut draws, &kernel, ranks, count);
+                        compare(&mut group, &mut double, (algo, is_in_place), &data)?;
+                        compared += 1;
+                    }
+                }
+            }
+        }
+        compared += others(&mut group(check, pieces(), ranks)?, &mut double(ranks)?, &mut draws)?;
+    }
+    println!(
+        "{compared} operations have the bits of the same schedule on the CPU, and all-reduced floats float64's values"
+    );
+    repeats(check)?;
+    ends(check)?;
+    stages(check)?;
+    engines(check, &mut draws)
+}
+
+/// One operation and what goes into it.
+struct Data {
+    desc: OpDesc,
+    kernel: Option<Kernel>,
+    inputs: Vec<Vec<u8>>,
+    /// The bytes of each rank's result.
+    outputs: Vec<usize>,
+    scalars: Vec<f64>,
+}
+
+impl Data {
+    fn all_reduce(draws: &mut Draws, kernel: &Kernel, ranks: u32, count: usize) -> Self {
+        let inputs: Vec<Vec<u8>> = (0..ranks).map(|_| elements(draws, kernel, count)).collect();
+        let is_scaled = kernel.op() == ReduceOp::PremulSum;
+        Self {
+            desc: OpDesc::all_reduce(kernel.dtype(), kernel.op(), count as u64),
+            kernel: Some(*kernel),
+            outputs: inputs.iter().map(Vec::len).collect(),
+            inputs,
+            scalars: if is_scaled { (0..ranks).map(|rank| f64::from(rank) + 2.0).collect() } else { Vec::new() },
+        }
+    }
+}
+
+/// The other collectives, by every algorithm that there is.
+fn others<G: Gpu>(group: &mut Group<G>, double: &mut Group<Double>, draws: &mut Draws) -> Result<usize, String> {
+    let ranks = group.ranks();
+    let tree = Tree::flat(ranks, Order::TreeFold).map_err(|error| error.to_string())?;
+    let mut compared = 0;
+    for algorithm in ALGORITHMS.iter().filter(|algorithm| algorithm.pattern.collective() != Collective::Barrier) {
+        let collective = algorithm.pattern.collective();
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            let Some(kernel) = Kernel::new(dtype, ReduceOp::Sum) else { continue };
+            let (count, root) = (1 + (draws.next() >> 32) as usize % 500, Rank((draws.next() >> 32) as u32 % ranks));
+            let root = if collective.is_rooted() { root } else { Rank(0) };
+            let problem = |place| Problem { place, count, root, tree: &tree };
+            let layouts: Vec<_> =
+                Place::all(ranks).map(|place| *(algorithm.schedule)(&problem(place)).layout()).collect();
+            let op = collective.reduces().then_some(ReduceOp::Sum);
+            let data = Data {
+                desc: OpDesc { collective, dtype: Some(dtype), op, root, count: count as u64 },
+                kernel: None,
+                inputs: layouts.iter().map(|layout| elements(draws, &kernel, layout.input)).collect(),
+                outputs: layouts.iter().map(|layout| layout.output * dtype.size_bytes()).collect(),
+                scalars: Vec::new(),
+            };
+            let algo = algorithm.path().name().parse().map_err(|error| format!("{algorithm:?}: {error}"))?;
+            compare(group, double, (algo, false), &data)?;
+            compared += 1;
+        }
+    }
+    Ok(compared)
+}
+
+fn words(error: GpuError) -> String {
+    error.to_string()
+}
+
+/// Short pieces, so that every message is more than one.
+fn pieces() -> GroupOptions {
+    GroupOptions { piece_bytes: 4096, ..GroupOptions::default() }
+}
+
+fn double(ranks: u32) -> Result<Group<Double>, String> {
+    Group::new(Double::new(1, 1 << 30), ranks, pieces()).map_err(words)
+}
+
+fn group<G: Bulk>(check: &Check<'_, G>, options: GroupOptions, ranks: u32) -> Result<Group<G>, String> {
+    (check.another)().and_then(|gpu| Group::new(gpu, ranks, options)).map_err(words)
+}
+
+/// Return memory with these bytes.
+fn put<G: Gpu>(gpu: &G, stream: &G::Stream, bytes: &[u8]) -> Result<G::Memory, GpuError> {
+    let memory = gpu.alloc(bytes.len())?;
+    write(gpu, stream, &memory, bytes)?;
+    Ok(memory)
+}
+
+fn write<G: Gpu>(gpu: &G, stream: &G::Stream, memory: &G::Memory, bytes: &[u8]) -> Result<(), GpuError> {
+    let mut pinned = gpu.pinned(bytes.len())?;
+    gpu.host(&mut pinned)?[..bytes.len()].copy_from_slice(bytes);
+    gpu.upload(stream, Part { memory, at: 0, len_bytes: bytes.len() }, &mut pinned)?;
+    gpu.host(&mut pinned).map(|_| ())
+}
+
+/// Return the bytes of memory.
+fn get<G: Gpu>(gpu: &G, stream: &G::Stream, memory: &G::Memory, len_bytes: usize) -> Result<Vec<u8>, GpuError> {
+    let mut pinned = gpu.pinned(len_bytes)?;
+    gpu.download(stream, &mut pinned, Part { memory, at: 0, len_bytes })?;
+    Ok(gpu.host(&mut pinned)?[..len_bytes].to_vec())
+}
+
+/// Run one operation on both, and compare.
+fn compare<G: Gpu>(
+    group: &mut Group<G>,
+    double: &mut Group<Double>,
+    (algo, is_in_place): (Algo, bool),
+    data: &Data,
+) -> Result<(), String> {
+    let what = format!("{} by {algo}, {} ranks, in place: {is_in_place}", data.desc, group.ranks());
+    let ours = reduced(group, algo, is_in_place, data).map_err(|error| format!("{what}: {error}"))?;
+    let theirs = reduced(double, algo, is_in_place, data).map_err(|error| format!("{what}, on the double: {error}"))?;
+    for (rank, (found, wanted)) in ours.iter().zip(&theirs).enumerate() {
+        if let Some(at) = (0..found.len()).find(|&at| found[at] != wanted[at]) {
+            let (found, wanted) = (found[at], wanted[at]);
+            return Err(format!("{what}: byte {at} of rank {rank} is {found:#x} where the CPU has {wanted:#x}"));
+        }
+    }
+    match data.kernel.filter(|_| data.scalars.is_empty()) {
+        Some(kernel) => against_float64(&kernel, &data.inputs, &ours[0]).map_err(|error| format!("{what}: {error}")),
+        None => Ok(()),
+    }
+}
+
+/// Run an operation, and return every rank's result.
+fn reduced<G: Gpu>(group: &mut Group<G>, algo: Algo, is_in_place: bool, data: &Data) -> Result<Vec<Vec<u8>>, GpuError> {
+    let stream = group.gpu().stream()?;
+    let lens = data.inputs.iter().zip(&data.outputs);
+    let memory = lens.map(|(input, &len)| buffers(group.gpu(), put(group.gpu(), &stream, input)?, is_in_place, len));
+    let memory = memory.collect::<Result<Vec<_>, _>>()?;
+    let request = Request { desc: data.desc, algo, buffers: &memory, scalars: &data.scalars };
+    let work = group.start(&request, &[])?;
+    group.wait(work, Instant::now() + PATIENCE)?;
+    memory.iter().zip(&data.outputs).map(|(buffers, &len)| get(group.gpu(), &stream, output(buffers), len)).collect()
+}
+
+fn buffers<G: Gpu>(
+    gpu: &G,
+    input: G::Memory,
+    is_in_place: bool,
+    len: usize,
+) -> Result<GpuBuffers<G::Memory>, GpuError> {
+    Ok(match is_in_place {
+        true => GpuBuffers::InPlace(input),
+        false => GpuBuffers::Separate { input, output: gpu.alloc(len)? },
+    })
+}
+
+fn output<M>(buffers: &GpuBuffers<M>) -> &M {
+    match buffers {
+        GpuBuffers::InPlace(memory) | GpuBuffers::Separate { output: memory, .. } => memory,
+    }
+}
+
+/// Draw elements: floats from -1 to 1, integers of any bits, and few indices, so that there are ties.
+fn elements(draws: &mut Draws, kernel: &Kernel, count: usize) -> Vec<u8> {
+    let (dtype, size) = (kernel.dtype(), kernel.dtype().size_bytes());
+    let rounder = Kernel::new(dtype, ReduceOp::Sum);
+    let mut bytes = Vec::new();
+    for _ in 0..count {
+        match (dtype, rounder) {
+            (Dtype::F64, _) => bytes.extend(f64::from(draws.unit()).to_le_bytes()),
+            (Dtype::F32, _) => bytes.extend(draws.unit().to_le_bytes()),
+            (_, Some(rounder)) if !dtype.is_integer() => {
+                let mut element = [0; 2];
+                rounder.store(&mut element[..size], &draws.unit().to_le_bytes(), 1);
+                bytes.extend(&element[..size]);
+            }
+            _ => bytes.extend(&draws.next().to_le_bytes()[..size]),
+        }
+        if kernel.op().is_located() {
+            bytes.extend(&(draws.next() >> 62).to_le_bytes()[..size]);
+        }
+    }
+    bytes
+}
+
+/// Return floats as float64; `None` for integers and pairs, which are compared by their bits alone.
+fn values(kernel: &Kernel, bytes: &[u8]) -> Option<Vec<f64>> {
+    let dtype = kernel.dtype();
+    if dtype.is_integer() || kernel.op().is_located() {
+        return None;
+    }
+    if dtype == Dtype::F64 {
+        return Some(bytes.as_chunks().0.iter().map(|element| f64::from_le_bytes(*element)).collect());
+    }
+    let mut wide = vec![0; bytes.len() / dtype.size_bytes() * 4];
+    kernel.load(&mut wide, bytes, false);
+    Some(wide.as_chunks().0.iter().map(|element| f64::from(f32::from_le_bytes(*element))).collect())
+}
+
+/// Compare a result with float64's: within what the roundings on the way may make.
+fn against_float64(kernel: &Kernel, inputs: &[Vec<u8>], found: &[u8]) -> Result<(), String> {
+    let all: Option<Vec<Vec<f64>>> = inputs.iter().map(|input| values(kernel, input)).collect();
+    let (Some(all), Some(found)) = (all, values(kernel, found)) else { return Ok(()) };
+    let ranks = all.len() as f64;
+    // Half a unit in the last place of 1, of the element and of the accumulator; a least subnormal besides.
+    let (element, accumulator, least) = match kernel.dtype() {
+        Dtype::F64 => (2_f64.powi(-53), 2_f64.powi(-53), 0.0),
+        Dtype::F32 => (2_f64.powi(-24), 2_f64.powi(-24), 2_f64.powi(-149)),
+        Dtype::F16 => (2_f64.powi(-11), 2_f64.powi(-24), 2_f64.powi(-24)),
+        Dtype::Bf16 => (2_f64.powi(-8), 2_f64.powi(-24), 2_f64.powi(-133)),
+        Dtype::E4m3 => (2_f64.powi(-4), 2_f64.powi(-24), 2_f64.powi(-9)),
+        _ => (2_f64.powi(-3), 2_f64.powi(-24), 2_f64.powi(-16)),
+    };
+    for (index, &found) in found.iter().enumerate() {
+        let each = all.iter().map(|rank| rank[index]);
+        let sum: f64 = each.clone().sum();
+        let size: f64 = each.clone().map(f64::abs).sum();
+        let (wanted, on_the_way) = match kernel.op() {
+            ReduceOp::Sum | ReduceOp::PremulSum => (sum, size),
+            ReduceOp::Avg => (sum / ranks, size / ranks),
+            ReduceOp::Prod => (each.clone().product(), each.clone().product::<f64>().abs()),
+            ReduceOp::Min => (each.clone().fold(f64::INFINITY, f64::min), 0.0),
+            _ => (each.clone().fold(f64::NEG_INFINITY, f64::max), 0.0),
+        };
+        let margin = wanted.abs() * element * 1.01 + on_the_way * accumulator * (ranks + 1.0) + least;
+        if (found - wanted).abs() > margin {
+            return Err(format!("element {index} is {found} where float64 has {wanted}, and {margin} is allowed"));
+        }
+    }
+    Ok(())
+}
+
+/// A captured operation, repeated.
+fn repeats<G: Bulk>(check: &Check<'_, G>) -> Result<(), String> {
+    let mut group = group(check, pieces(), 4)?;
+    let stream = group.gpu().stream().map_err(words)?;
+    let ones: Vec<u8> = (0..10_000).flat_map(|_| 1_i32.to_le_bytes()).collect();
+    let upload = || put(group.gpu(), &stream, &ones).map(GpuBuffers::InPlace);
+    let buffers = (0..4).map(|_| upload()).collect::<Result<Vec<_>, _>>().map_err(words)?;
+    let desc = OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, 10_000);
+    let request = Request { desc, algo: Algo::Ring, buffers: &buffers, scalars: &[] };
+    let repeat = group.capture(&request).map_err(words)?;
+    for _ in 0..5 {
+        let work = group.replay(&repeat, &[]).map_err(words)?;
+        group.wait(work, Instant::now() + PATIENCE).map_err(words)?;
+    }
+    let found = get(group.gpu(), &stream, output(&buffers[3]), ones.len()).map_err(words)?;
+    if !found.as_chunks().0.iter().all(|sum| i32::from_le_bytes(*sum) == 1024) {
+        return Err("a captured operation, repeated five times over four ranks, is not 4^5".into());
+    }
+    println!("a captured operation repeats");
+    Ok(())
+}
+
+/// A deadline that passes with kernels in flight, and the group afterwards.
+fn ends<G: Bulk>(check: &Check<'_, G>) -> Result<(), String> {
+    let mut group = group(check, GroupOptions::default(), 8)?;
+    let (len, stream) = (check.long_bytes, group.gpu().stream().map_err(words)?);
+    let memory = || group.gpu().alloc(len).map(GpuBuffers::InPlace);
+    let buffers = (0..8).map(|_| memory()).collect::<Result<Vec<_>, _>>().map_err(words)?;
+    let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, len as u64 / 4);
+    let request = Request { desc, algo: Algo::Ring, buffers: &buffers, scalars: &[] };
+    let work = group.start(&request, &[]).map_err(words)?;
+    let begun = Instant::now();
+    match group.wait(work, begun) {
+        Err(GpuError::Deadline) => {
+            println!("a deadline ended an operation in {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
+        }
+        other => return Err(format!("a deadline that had passed gave {other:?}")),
+    }
+    let ones: Vec<u8> = (0..len / 4).flat_map(|_| 1_f32.to_le_bytes()).collect();
+    for each in &buffers {
+        write(group.gpu(), &stream, output(each), &ones).map_err(words)?;
+    }
+    let work = group.start(&request, &[]).map_err(words)?;
+    group.wait(work, Instant::now() + PATIENCE).map_err(words)?;
+    let found = get(group.gpu(), &stream, output(&buffers[5]), len).map_err(words)?;
+    if !found.as_chunks().0.iter().all(|sum| f32::from_le_bytes(*sum) == 8.0) {
+        return Err("after a deadline the next sum is wrong".into());
+    }
+    println!("the group goes on after a deadline");
+    Ok(())
+}
+
+/// A buffer through pinned chunks.
+fn stages<G: Bulk>(check: &Check<'_, G>) -> Result<(), String> {
+    let gpu = (check.another)().map_err(words)?;
+    staged(&gpu, check.long_bytes / 50 + 1)
+        .map_err(words)?
+        .then_some(())
+        .ok_or_else(|| "a buffer did not come back through pinned chunks as it went".to_owned())?;
+    println!("a buffer goes through pinned chunks");
+    Ok(())
+}
+
+fn staged<G: Gpu>(gpu: &G, len_bytes: usize) -> Result<bool, GpuError> {
+    let bytes: Vec<u8> = (0..len_bytes).map(|index| (index * 7) as u8).collect();
+    let (producer, produced) = (gpu.stream()?, gpu.event()?);
+    let (memory, source) = (gpu.alloc(len_bytes)?, put(gpu, &producer, &bytes)?);
+    let part = |memory| Part { memory, at: 0, len_bytes };
+    gpu.copy(&producer, part(&memory), part(&source))?;
+    gpu.record(&produced, &producer)?;
+    let mut staging = Staging::new(gpu, 1 << 20)?;
+    staging.run(gpu, &memory, &produced, Instant::now() + PATIENCE, |chunk| {
+        chunk.iter_mut().for_each(|byte| *byte = byte.wrapping_add(1));
+        Ok::<_, GpuError>(())
+    })?;
+    let found = get(gpu, &producer, &memory, len_bytes)?;
+    Ok(found.iter().zip(&bytes).all(|(found, byte)| *found == byte.wrapping_add(1)))
+}
+
+/// The copy engine's reductions, against the CPU's kernels.
+fn engines<G: Bulk>(check: &Check<'_, G>, draws: &mut Draws) -> Result<(), String> {
+    for family in [Family::Sums, Family::Integers] {
+        let gpu = (check.another)().map_err(words)?;
+        if let Err(error) = gpu.check_bulk() {
+            println!("{error}");
+            return Ok(());
+        }
+        let mut engine = GpuEngine::new(gpu, family).map_err(words)?;
+        for &dtype in Dtype::ALL {
+            for &op in ReduceOp::ALL {
+                let Some(kernel) = Kernel::new(dtype, op).filter(|_| engine.capabilities().reduces(dtype, op)) else {
+                    continue;
+                };
+                // Several tiles for some blocks, and a last one that is not full.
+                let len = 16 * (1 + (draws.next() >> 32) as usize % (check.elements * 100));
+                engine_one(&mut engine, &kernel, len, draws)
+                    .map_err(|error| format!("the copy engine's {dtype} {op}: {error}"))?;
+            }
+        }
+    }
+    println!("the copy engine's reductions have the bits of the CPU's kernels");
+    Ok(())
+}
+
+fn engine_one<G: Bulk>(
+    engine: &mut GpuEngine<G>,
+    kernel: &Kernel,
+    len: usize,
+    draws: &mut Draws,
+) -> Result<(), String> {
+    let count = len / kernel.element_bytes();
+    let (src, dst) = (elements(draws, kernel, count), elements(draws, kernel, count));
+    let stream = engine.gpu().stream().map_err(words)?;
+    let upload = |bytes: &[u8]| put(engine.gpu(), &stream, bytes).map_err(words);
+    let (from, to) = (upload(&src)?, upload(&dst)?);
+    let from_key = engine.register(from).ok_or("no region is free")?;
+    let to_key = engine.register(to.clone()).ok_or("no region is free")?;
+    let at = |region| Address { region, offset_bytes: 0 };
+    let step = Step::Reduce {
+        op: kernel.op(),
+        source: kernel.dtype(),
+        accumulator: kernel.dtype(),
+        src: at(from_key),
+        dst: at(to_key),
+        count: count as u32,
+    };
+    let tag = Tag { seq: 1, slot: 0, attempt: 0 };
+    engine.submit(Chain { tag, scope: Scope(0), steps: &[step] }).map_err(|error| error.to_string())?;
+    let mut ends = [Completion { tag, status: Status::Aborted, step: 0 }];
+    let deadline = Instant::now() + PATIENCE;
+    while engine.poll(&mut ends) == 0 {
+        if Instant::now() > deadline {
+            return Err("it does not end".into());
+        }
+    }
+    let mut accumulators = vec![0; count * kernel.accumulator_bytes()];
+    kernel.load(&mut accumulators, &dst, false);
+    kernel.combine(&mut accumulators, &src, false);
+    let mut wanted = vec![0; len];
+    kernel.store(&mut wanted, &accumulators, 1);
+    let found = get(engine.gpu(), &stream, &to, len).map_err(words)?;
+    engine.deregister(from_key);
+    engine.deregister(to_key);
+    match (ends[0].status, wanted == found) {
+        (Status::Done, true) => Ok(()),
+        (Status::Done, false) => Err(format!("{count} elements have other bits")),
+        (status, _) => Err(status.to_string()),
+    }
+}

@@ -1,0 +1,53 @@
+// Runs the GPU's kernels on the host, job after job from standard input: the test `kernels_have_the_bits_of_the_cpu` of
+// `sumac` sends them and compares the results with the CPU's kernels.
+//
+// A job: what (0 land, 1 scale), type, operator, threads; three buffers (src, own, dst) as (length, how far off a
+// multiple of 16 it begins, which earlier buffer it is, or 3); the structure with null pointers; the buffers' bytes. The
+// answer is dst, with 16 bytes before and behind it.
+
+#define SUMAC_HOST
+#include "../../host/src/exec/cuda/kernels.cu"
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+static void take(void *to, size_t len) {
+    if (len && fread(to, len, 1, stdin) != 1) exit(3);
+}
+
+struct Buffer {
+    u64 len, off, same_as;
+};
+
+int main() {
+    u64 job[4];
+    while (fread(job, sizeof job, 1, stdin) == 1) {
+        Buffer buffers[3];
+        Landing landing;
+        Scaling scaling;
+        take(buffers, sizeof buffers);
+        if (job[0] == 0) take(&landing, sizeof landing);
+        else take(&scaling, sizeof scaling);
+        unsigned char *memory[3], *start[3];
+        for (int i = 0; i < 3; i++) {
+            memory[i] = (unsigned char *)aligned_alloc(16, (buffers[i].len + 63) / 16 * 16);
+            if (!memory[i]) return 4;
+            memset(memory[i], 0xa5, (buffers[i].len + 63) / 16 * 16);
+            start[i] = memory[i] + 16 + buffers[i].off;
+            if (buffers[i].same_as < 3) start[i] = start[buffers[i].same_as];
+            else take(start[i], buffers[i].len);
+        }
+        int result;
+        if (job[0] == 0) {
+            landing.src = start[0], landing.own = start[1], landing.dst = start[2];
+            result = sumac_host_land((u32)job[1], (u32)job[2], &landing, job[3]);
+        } else {
+            scaling.src = start[0], scaling.dst = start[2];
+            result = sumac_host_scale((u32)job[1], &scaling, job[3]);
+        }
+        if (result) return 5;
+        fwrite(start[2] - 16, buffers[2].len + 32, 1, stdout);
+        fflush(stdout);
+        for (int i = 0; i < 3; i++) free(memory[i]);
+    }
+}

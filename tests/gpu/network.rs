@@ -1,0 +1,86 @@
+//! A GPU's buffer through a tree of devices, staged through chunks, also where a device dies under it. The GPU is the
+//! double; controller, boards and communicators are those that ship.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+use common::{Cluster, by_packets, plain};
+use std::sync::{Barrier, Mutex};
+use std::time::{Duration, Instant};
+use sumac::controller::ControllerConfig;
+use sumac::exec::gpu::{Double, DoubleMemory, Gpu, StagedError, Staging, all_reduce_staged};
+use sumac::{Communicator, Dtype, Error, Outcome, Path, ReduceOp};
+use sumac_firmware::emulated::BusConfig;
+
+const RANKS: u32 = 4;
+const COUNT: usize = 300_000;
+/// Not a divisor of the buffer: the last chunk is shorter.
+const CHUNK_BYTES: usize = 64 << 10;
+
+fn value(rank: u32, i: usize) -> u32 {
+    (i as u32 + 1).wrapping_mul(0x9e37_79b9) ^ rank.wrapping_mul(0x85eb_ca6b)
+}
+
+fn upload(gpu: &Double, rank: u32) -> DoubleMemory {
+    let bytes: Vec<u8> = (0..COUNT).flat_map(|i| value(rank, i).to_le_bytes()).collect();
+    gpu.upload_now(&bytes).expect("room")
+}
+
+fn all_reduce(gpu: &Double, comm: &Communicator) -> Result<Vec<Outcome>, StagedError> {
+    let memory = upload(gpu, comm.rank());
+    let mut staging = Staging::new(gpu, CHUNK_BYTES)?;
+    let (ready, deadline) = (gpu.event()?, Instant::now() + Duration::from_secs(60));
+    let outcomes =
+        all_reduce_staged((gpu, &mut staging), comm, &memory, (Dtype::U32, ReduceOp::Sum), &ready, deadline)?;
+    let total = |i| (0..RANKS).fold(0, |sum: u32, rank| sum.wrapping_add(value(rank, i)));
+    let wanted: Vec<u8> = (0..COUNT).flat_map(|i| total(i).to_le_bytes()).collect();
+    assert!(gpu.download_now(&memory) == wanted, "rank {}", comm.rank());
+    Ok(outcomes)
+}
+
+#[test]
+fn a_gpu_buffer_goes_through_the_tree() {
+    for configure in [by_packets, plain] {
+        let cluster = Cluster::start_on(2, 2, BusConfig::default(), ControllerConfig::new());
+        let paths = cluster.run("staged", RANKS, configure, |comm| {
+            let gpu = Double::new(u64::from(comm.rank()) + 3, 1 << 24);
+            let outcomes = all_reduce(&gpu, &comm).expect("reduced");
+            comm.leave();
+            outcomes.into_iter().map(|outcome| outcome.path).collect::<Vec<_>>()
+        });
+        let chunks = (COUNT * 4).div_ceil(CHUNK_BYTES);
+        assert!(paths.iter().all(|paths| *paths == vec![Path::Tree; chunks]), "{paths:?}");
+    }
+}
+
+#[test]
+fn a_device_that_dies_under_a_gpu_buffer_is_got_over() {
+    let mut cluster = Cluster::start_on(2, 2, BusConfig::default(), ControllerConfig::new());
+    let boards = Mutex::new(std::mem::take(&mut cluster.boards));
+    let gate = Barrier::new(RANKS as usize);
+    let seen = cluster.run("dies", RANKS, plain, |comm| {
+        let gpu = Double::new(u64::from(comm.rank()) + 9, 1 << 24);
+        all_reduce(&gpu, &comm).expect("while all is well");
+        gate.wait();
+        let outcomes = std::thread::scope(|scope| {
+            if comm.rank() == 0 {
+                scope.spawn(|| boards.lock().expect("nobody panicked").remove(0));
+            }
+            all_reduce(&gpu, &comm).expect("got over")
+        });
+        comm.leave();
+        outcomes.iter().any(|outcome| outcome.repaired || outcome.fallback.is_some() || outcome.path != Path::Tree)
+    });
+    assert!(seen.iter().any(|&noticed| noticed), "the death of a leaf goes unnoticed");
+}
+
+#[test]
+fn an_error_of_the_network_comes_out_as_it_is() {
+    let cluster = Cluster::start(1, 1);
+    let errors = cluster.run("alone", 1, plain, |comm| {
+        let gpu = Double::new(1, 1 << 24);
+        comm.canceller().cancel();
+        all_reduce(&gpu, &comm)
+    });
+    assert!(matches!(errors[0], Err(StagedError::Network(Error::Cancelled))), "{errors:?}");
+}
