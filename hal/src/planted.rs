@@ -74,7 +74,7 @@ pub enum Bug {
 #[cfg(feature = "planted")]
 impl Bug {
     /// All of them.
-    pub const ALL: [Self; 26] = [
+    pub const ALL: [Self; 30] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochForgotten,
@@ -101,6 +101,10 @@ impl Bug {
         Self::ChecksumUnchecked,
         Self::ComputedTwice,
         Self::MissingFence,
+        Self::ReservationKept,
+        Self::NewestFirst,
+        Self::QuotaAfterBooking,
+        Self::OldLeaseBelieved,
     ];
 }
 
