@@ -18,10 +18,13 @@
 //! Where [ranks die](ScenarioKind::Ranks), those that are left agree by the machine that `sumac::comm` agrees by, whatever
 //! dies meanwhile: other ranks, who leads, the controller, the way between ranks.
 //!
-//! Ranks that [repair](ScenarioKind::Repair) use what `sumac::comm` decides with; the controller is a small model of the
-//! real one, which lives on threads. What is not here, and tested elsewhere: contributions by reference
+//! [Tenants](Tenancy) are a world of their own: up to 14 jobs with rank sets of their own, on 1 to 64 devices, by what the
+//! controller itself decides, whose threads and sockets are left out: books, quotas, the queue, leases, placement, offers.
+//!
+//! Ranks that [repair](ScenarioKind::Repair) use what `sumac::comm` decides with; there the controller is a small model.
+//! What is not here, and tested elsewhere: contributions by reference
 //! (`sumac_device`'s own tests draw orders and failures of engines, `tests/references` and `tests/repairs` run whole
-//! clusters), jobs with ranks of their own.
+//! clusters).
 
 mod attack;
 mod check;
