@@ -1,14 +1,15 @@
 //! How good the simulator's oracles are: each planted bug ([`Bug`]) has to be found, and within how many seeds it is.
 //! And what the shrinker makes of what was found.
 //!
-//! Seed n runs one cluster, of the n-th kind in turn, or one by reference where only that can show the bug. `SEEDS=n` sets how many seeds a bug may take,
+//! Seed n runs one cluster, of the n-th kind in turn, or one by reference where only that can show the bug; bugs of the
+//! controller's own decisions are looked for in worlds of tenants. `SEEDS=n` sets how many seeds a bug may take,
 //! `BUGS=Name,Name` which are looked for. The table also says
 //! how many faults of the links it takes to show the bug, out of how many there were.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use sumac_hal::planted::Bug;
-use sumac_tests::sim::{Options, ScenarioKind, run, shrink};
+use sumac_tests::sim::{Options, ScenarioKind, Tenancy, run, run_tenants, shrink, shrink_tenants};
 
 const KINDS: [ScenarioKind; 6] = [
     ScenarioKind::Calm,
@@ -25,9 +26,13 @@ const SEEDS: u64 = 10_000;
 /// Runs that the shortest script of a bug may take to be found.
 const SHRINK_RUNS: usize = 200;
 
-/// Return the kinds of cluster that a bug is looked for in.
+/// Return the kinds of cluster that a bug is looked for in; none: in worlds of tenants.
 fn kinds(bug: Bug) -> &'static [ScenarioKind] {
-    if Bug::BY_REFERENCE.contains(&bug) { &[ScenarioKind::Reference] } else { &KINDS }
+    match bug {
+        _ if is_of_tenants(bug) => &[],
+        _ if Bug::BY_REFERENCE.contains(&bug) => &[ScenarioKind::Reference],
+        _ => &KINDS,
+    }
 }
 
 fn cluster(kinds: &[ScenarioKind], seed: u64) -> Options {
@@ -36,6 +41,40 @@ fn cluster(kinds: &[ScenarioKind], seed: u64) -> Options {
 
 fn with(bug: Bug, seed: u64) -> Options {
     Options { planted: bug.into(), ..cluster(kinds(bug), seed) }
+}
+
+fn tenancy(bug: Bug, seed: u64) -> Tenancy {
+    Tenancy { planted: bug.into(), ..Tenancy::draw(seed) }
+}
+
+/// Tell whether it is a bug of what the controller decides, which clusters of other kinds have only a model of.
+const fn is_of_tenants(bug: Bug) -> bool {
+    matches!(bug, Bug::ReservationKept | Bug::NewestFirst | Bug::QuotaAfterBooking | Bug::OldLeaseBelieved)
+}
+
+/// A bug that was found: at which seed, in what, by what, and how many faults of the links it takes.
+struct Found {
+    seed: u64,
+    place: String,
+    faults: String,
+    oracle: &'static str,
+}
+
+/// Look for a bug in the first `limit` seeds.
+fn look_for(bug: Bug, limit: u64) -> Option<Found> {
+    if is_of_tenants(bug) {
+        let seed = (0..limit).find(|&seed| run_tenants(&tenancy(bug, seed)).is_err())?;
+        let shrunk = shrink_tenants(&tenancy(bug, seed), SHRINK_RUNS)?;
+        let left = shrunk.plan.faults.script.as_ref().map_or(0, Vec::len);
+        let faults = format!("{left} of {}", shrunk.recorded);
+        return Some(Found { seed, place: "Tenants".into(), faults, oracle: shrunk.violation.oracle });
+    }
+    let seed = (0..limit).find(|&seed| run(&with(bug, seed)).is_err())?;
+    let shrunk = shrink(&with(bug, seed), SHRINK_RUNS)?;
+    let left = shrunk.options.faults.script.as_ref().map_or(0, Vec::len);
+    let place = format!("{:?}", shrunk.options.scenario.kind());
+    let faults = format!("{left} of {}", shrunk.recorded);
+    Some(Found { seed, place, faults, oracle: shrunk.violation.oracle() })
 }
 
 /// Do `work` for each number below `count`, on all cores.
@@ -56,6 +95,21 @@ fn on_all_cores<R: Send>(count: usize, work: impl Fn(usize) -> R + Sync) -> Vec<
     done.into_iter().map(|result| result.into_inner().unwrap().expect("every number was taken")).collect()
 }
 
+/// The controller's own are found in few seeds each, by an oracle that says what is wrong.
+#[test]
+fn those_of_the_controller_are_found_by_name() {
+    let oracles = [
+        (Bug::ReservationKept, "kept on one node"),
+        (Bug::NewestFirst, "order of the queue"),
+        (Bug::QuotaAfterBooking, "over a quota"),
+        (Bug::OldLeaseBelieved, "left behind"),
+    ];
+    for (bug, oracle) in oracles {
+        let found = look_for(bug, 300).unwrap_or_else(|| panic!("{bug:?} is not found"));
+        assert_eq!(found.oracle, oracle, "{bug:?} at seed {}", found.seed);
+    }
+}
+
 /// Print how many seeds each bug took, and fail if one took more than it may, or a seed fails without any bug.
 #[test]
 fn each_is_found() {
@@ -67,33 +121,30 @@ fn each_is_found() {
     let is_asked =
         |bug: &Bug| asked.as_ref().is_none_or(|names| names.split(',').any(|name| name == format!("{bug:?}")));
     let bugs: Vec<Bug> = Bug::ALL.into_iter().filter(is_asked).collect();
-    let first = |bug| (0..limit).find(|&seed| run(&with(bug, seed)).is_err());
-    let found = on_all_cores(bugs.len(), |nth| {
-        let bug = bugs[nth];
-        first(bug).and_then(|seed| Some((seed, shrink(&with(bug, seed), SHRINK_RUNS)?)))
-    });
+    let found = on_all_cores(bugs.len(), |nth| look_for(bugs[nth], limit));
     std::panic::set_hook(hook);
 
     println!("{:20}{:>6}  {:10}{:>12}  found by", "bug", "seeds", "in", "faults");
     for (bug, found) in bugs.iter().zip(&found) {
         let name = format!("{bug:?}");
         match found {
-            Some((seed, shrunk)) => {
-                let kind = format!("{:?}", shrunk.options.scenario.kind());
-                let left = shrunk.options.faults.script.as_ref().map_or(0, Vec::len);
-                let faults = format!("{left} of {}", shrunk.recorded);
-                println!("{name:20}{:>6}  {kind:10}{faults:>12}  {}", seed + 1, shrunk.violation.oracle());
+            Some(Found { seed, place, faults, oracle }) => {
+                println!("{name:20}{:>6}  {place:10}{faults:>12}  {oracle}", seed + 1);
             }
             None => println!("{name:20}     -  not found in {limit} seeds"),
         }
     }
-    for kinds in [&KINDS[..], &[ScenarioKind::Reference]] {
+    for kinds in [&KINDS[..], &[ScenarioKind::Reference], &[]] {
         let seeds = bugs.iter().zip(&found).filter(|(bug, _)| self::kinds(**bug) == kinds);
-        let most = seeds.filter_map(|(_, found)| Some(found.as_ref()?.0 + 1)).max().unwrap_or(0);
-        let fails = |seed| run(&cluster(kinds, seed as u64)).err().map(|violation| (seed, violation));
+        let most = seeds.filter_map(|(_, found)| Some(found.as_ref()?.seed + 1)).max().unwrap_or(0);
+        let fails = |seed| match kinds {
+            [] => run_tenants(&Tenancy::draw(seed as u64)).err().map(|violation| (seed, violation.to_string())),
+            _ => run(&cluster(kinds, seed as u64)).err().map(|violation| (seed, violation.to_string())),
+        };
         let without: Vec<_> = on_all_cores(most as usize, fails).into_iter().flatten().collect();
         assert!(without.is_empty(), "without any bug: {without:?}");
-        println!("the same {most} seeds of {kinds:?} without any bug: passed");
+        let what = if kinds.is_empty() { "worlds of tenants".into() } else { format!("{kinds:?}") };
+        println!("the same {most} seeds of {what} without any bug: passed");
     }
     assert!(found.iter().all(Option::is_some), "not all were found");
 }

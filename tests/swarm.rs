@@ -263,10 +263,14 @@ fn tenants() {
     }
     println!("Tenants: {:?} of virtual time, log hash {:#018x}", total.took, total.log_hash);
     total.counts().iter().for_each(|(name, n)| println!("  {name:24}{n:>10}"));
+    let report = Report { seen: total.seen, extents: total.extents, took: total.took, ..Report::default() };
+    let met = report.transitions().into_iter().filter(|(name, ..)| name.starts_with("tenants: "));
+    met.for_each(|(name, n, _)| println!("  {name:36}{n:>10}"));
+    println!("  devices, levels, ranks, tenants: {:?}", total.extents.of);
     assert!(failed.is_empty(), "seeds {failed:?} failed");
     let missed: Vec<_> = total.counts().into_iter().filter(|(_, n)| **n == 0).map(|(name, _)| name).collect();
     assert!(one.is_some() || missed.is_empty(), "never happened: {missed:?}");
-    add(count, &Report { seen: total.seen, extents: total.extents, took: total.took, ..Report::default() });
+    add(count, &report);
 }
 
 #[test]

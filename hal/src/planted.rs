@@ -89,7 +89,7 @@ pub enum Bug {
 #[cfg(feature = "planted")]
 impl Bug {
     /// All of them.
-    pub const ALL: [Self; 33] = [
+    pub const ALL: [Self; 37] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochForgotten,
@@ -123,6 +123,10 @@ impl Bug {
         Self::RegionNotHeld,
         Self::RedoReusedEarly,
         Self::FenceForgotten,
+        Self::ReservationKept,
+        Self::NewestFirst,
+        Self::QuotaAfterBooking,
+        Self::OldLeaseBelieved,
     ];
 
     /// Those that only contributions by reference can show.

@@ -1,4 +1,4 @@
-//! Where a rank is among its calls, and where it moves to a tree that is offered: what [`super::offer`] decides, for a
+//! Where a rank is among its calls, and where it moves to a tree that is offered: what `sumac::comm` decides, for a
 //! simulator whose ranks do not wait in threads.
 
 use super::offer::{Offers, Turn};

@@ -231,7 +231,7 @@ impl Books {
     pub(super) fn left(&self, tenant: &str, device: &DeviceKey) -> Left {
         let room = self.rooms.get(device).copied().unwrap_or_default();
         let (used, own) = (self.used(device, None), self.used(device, Some(tenant)));
-        let quota = self.quotas.of(tenant);
+        let quota = if planted!(self, QuotaAfterBooking) { Quota::default() } else { self.quotas.of(tenant) };
         let allowed = |limit: Option<u64>, own| limit.map_or(u64::MAX, |limit| limit.saturating_sub(own));
         let groups = allowed(quota.groups, self.groups_of(tenant));
         Left {

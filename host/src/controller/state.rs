@@ -147,6 +147,22 @@ impl Job {
         self.members.get(&rank).is_some_and(|member| Arc::ptr_eq(&member.client, client))
     }
 
+    /// Return what the job would combine. Without a tree in the network all ranks are one node's, so that a declared order
+    /// means something all the same.
+    fn expression_of(&self, placed: &Result<Placement, String>) -> Vec<Vec<Child>> {
+        let flat = || vec![(0..self.world).map(|rank| Child::Rank(Rank(rank))).collect()];
+        placed.as_ref().map_or_else(|_| flat(), Placement::expression)
+    }
+
+    /// The job begins: what a declared order means is what it combines now.
+    fn declare(&mut self) {
+        let Some(placed) = &self.placement else { return };
+        let order = self.first().map_or(Order::Arrival, |member| member.request.order);
+        if self.expression.is_none() && order != Order::Arrival {
+            self.expression = Tree::new(self.expression_of(placed), self.world, order).ok();
+        }
+    }
+
     /// Tell all ranks of a job that is placed their places.
     fn tell_places(
         &mut self,
@@ -158,13 +174,7 @@ impl Job {
         let Some(placed) = &self.placement else { return };
         let mesh: Vec<_> = self.members.values().map(|member| member.request.mesh_addr).collect();
         let repair_mesh: Vec<_> = self.members.values().map(|member| member.request.repair_addr).collect();
-        // Without a tree in the network all ranks are one node's, so that a declared order means something all the same.
-        let flat = || vec![(0..self.world).map(|rank| Child::Rank(Rank(rank))).collect()];
-        let expression = placed.as_ref().map_or_else(|_| flat(), Placement::expression);
-        let order = self.first().map_or(Order::Arrival, |member| member.request.order);
-        if self.expression.is_none() && order != Order::Arrival {
-            self.expression = Tree::new(expression.clone(), self.world, order).ok();
-        }
+        let expression = self.expression_of(placed);
         for (rank, member) in &self.members {
             let membership = Membership {
                 tree: placed.as_ref().map(|placement| placement.membership(config, *rank)).map_err(Clone::clone),

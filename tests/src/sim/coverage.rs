@@ -191,16 +191,10 @@ marks! {
     PlaceTold = "tenants: place in the queue told",
     /// A rank is offered a tree.
     Offered = "tenants: tree offered",
-    /// The offer is off.
-    OfferWithdrawn = "tenants: offer withdrawn",
     /// All ranks move to the tree.
     MovedBack = "tenants: moved to the offered tree",
     /// They do not, after all.
     MovedNot = "tenants: offered tree not taken",
-    /// A tree comes when a rank waits no more.
-    TreeLate = "tenants: tree came too late",
-    /// A rank says that the tree is not taken.
-    TreeDeclined = "tenants: tree declined",
     /// A buffer is registered.
     RefRegistered = "memory: registered",
     /// It is given back, and nothing uses it.

@@ -18,15 +18,17 @@
 //! Where [ranks die](ScenarioKind::Ranks), those that are left agree by the machine that `sumac::comm` agrees by, whatever
 //! dies meanwhile: other ranks, who leads, the controller, the way between ranks.
 //!
-//! Ranks that [repair](ScenarioKind::Repair) use what `sumac::comm` decides with; the controller is a small model of the
-//! real one, which lives on threads.
+//! [Tenants](Tenancy) are a world of their own: up to 14 jobs with rank sets of their own, on 1 to 64 devices, by what the
+//! controller itself decides, whose threads and sockets are left out: books, quotas, the queue, leases, placement, offers.
+//!
+//! Ranks that [repair](ScenarioKind::Repair) use what `sumac::comm` decides with; there the controller is a small model.
 //!
 //! Where ranks [contribute by reference](ScenarioKind::Reference), a driver of its own runs the production endpoint, node
 //! and engine through rings and registered memory: devices die at drawn points of a chunk's life ([`CrashPoint`]), come
 //! back, or stand still; ranks fence them, salvage what was published, and repair; see [`ByReference`]. What is not there:
 //! more than one group at a time, shards, operations that do not wait for late ranks, an attacker, and how ranks agree on a
 //! repair while others die (which is [`ScenarioKind::Ranks`]'s). Tested elsewhere: the board's own loop and the rank's
-//! driver, which live on threads and sockets (`tests/references`, `tests/repairs`), jobs with ranks of their own.
+//! driver, which live on threads and sockets (`tests/references`, `tests/repairs`).
 
 mod attack;
 mod check;

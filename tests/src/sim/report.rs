@@ -272,7 +272,7 @@ impl Default for Extents {
 }
 
 impl Extents {
-    /// What is in [`Extents::of`], and how far each has to reach where everything is met.
+    /// What is in `of`, and how far each has to reach where everything is met.
     pub const LIMITS: [(&'static str, [u64; 2]); 4] =
         [("devices", [1, 64]), ("levels", [1, 4]), ("ranks", [1, 256]), ("tenants", [1, 4])];
 

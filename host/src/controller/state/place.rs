@@ -244,11 +244,19 @@ impl State {
 
     /// Tell the ranks of a job what they have got.
     pub(super) fn finish(&mut self, config: &ControllerConfig, name: &str, placed: Result<Placement, String>) {
-        let place = self.queue.place(name, &self.books);
         let Some(job) = self.jobs.get_mut(name) else { return };
         (job.placing, job.waits_until) = (None, None);
         let is_new = job.placement.is_none();
         job.placement = Some(placed);
+        if is_new {
+            job.declare();
+            // A tree that it waits for may combine in another order than the one that is declared now.
+            if self.queue.get(name).is_some_and(|entry| entry.standing == Standing::Waits) {
+                self.enter_queue(config, name);
+            }
+        }
+        let place = self.queue.place(name, &self.books);
+        let Some(job) = self.jobs.get_mut(name) else { return };
         if is_new {
             return job.tell_places(config, place, ClientReply::Joined);
         }

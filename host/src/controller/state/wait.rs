@@ -49,7 +49,7 @@ impl State {
     }
 
     /// Let a job that has no tree wait for one, if there could be one, from the next change on.
-    fn enter_queue(&mut self, config: &ControllerConfig, name: &str) {
+    pub(super) fn enter_queue(&mut self, config: &ControllerConfig, name: &str) {
         let Some(job) = self.jobs.get(name) else { return };
         let ids = self.ids(GroupId(0), Epoch::default());
         let wait = match self.fit(config, job, &self.books, &Bars::default(), ids) {

@@ -430,6 +430,35 @@ fn a_tree_of_another_order_is_not_reserved() {
     drop((first, second));
 }
 
+/// Who begins without a tree declares an order that only some trees keep: it does not wait for others.
+#[test]
+fn nobody_waits_for_a_tree_of_another_order() {
+    let fabric = "switch = [{ name = \"leaf0\", aggregation = true }, { name = \"leaf1\", aggregation = true }]\n\
+                  host = [{ name = \"h0\" }, { name = \"h1\" }, { name = \"h2\" }, { name = \"h3\" }]\n\
+                  link = [{ ends = [\"h0\", \"leaf0\"] }, { ends = [\"h1\", \"leaf0\"] }, { ends = [\"h2\", \"leaf1\"] }, \
+                  { ends = [\"h3\", \"leaf1\"] }, { ends = [\"leaf0\", \"leaf1\"] }]\n";
+    let fabric = Some(Fabric::from_toml(fabric).expect("a fabric"));
+    let controller = Controller::start(ControllerConfig { fabric, ..ControllerConfig::new() }).expect("a port");
+    let _devices = [small(&controller, "leaf0", 1), small(&controller, "leaf1", 1)];
+    for (order, queue) in [(Order::TreeFold, None), (Order::Arrival, place(1, 1))] {
+        let asked = |job: &str, rank| JoinRequest { job: job.into(), order, ..request(rank, 4) };
+        let join = |job| {
+            let mut ranks: Vec<Raw> = (0..4).map(|rank| Raw::join_with(&controller, asked(job, rank), &[])).collect();
+            let told: Vec<Membership> = ranks.iter_mut().map(Raw::joined).collect();
+            (ranks, told)
+        };
+        let (has, first) = join("first");
+        assert_eq!(of(&first[0]).facts.levels, 2);
+        let (waits, second) = join("second");
+        assert!(second.iter().all(|told| told.tree.is_err()));
+        assert_eq!(second[0].queue, queue, "{order:?}");
+        drop((has, waits));
+        while !status(controller.local_addr()).expect("a report").jobs.is_empty() {
+            thread::yield_now();
+        }
+    }
+}
+
 #[test]
 fn ranks_agree_on_the_tenant_and_on_how_long_they_wait() {
     let controller = controller();

@@ -76,10 +76,7 @@ impl World<'_, '_> {
                 self.ask_controller(at, pause);
             }
             ClientReply::MoveAt { view, call } => member.calls.move_at(view, call),
-            ClientReply::Withdrawn => {
-                member.calls.withdraw();
-                self.report.seen.note(Mark::OfferWithdrawn);
-            }
+            ClientReply::Withdrawn => member.calls.withdraw(),
             ClientReply::Queued(place) => {
                 member.queue = place;
                 self.report.seen.note(Mark::PlaceTold);
@@ -88,7 +85,6 @@ impl World<'_, '_> {
                 member.queue = membership.queue;
                 if member.given_up == Some(view.wrapping_sub(1)) {
                     if membership.tree.is_ok() {
-                        self.report.seen.note(Mark::TreeLate);
                         let why = "it came too late for a rank".into();
                         self.ask_controller(at, ClientRequest::Decline { view, device: None, why });
                     }
@@ -164,7 +160,6 @@ impl World<'_, '_> {
 
     pub(super) fn decline(&mut self, at: (usize, usize), why: &str) {
         let view = self.jobs[at.0].ranks[at.1].view;
-        self.report.seen.note(Mark::TreeDeclined);
         self.ask_controller(at, ClientRequest::Decline { view, device: None, why: why.to_owned() });
     }
 

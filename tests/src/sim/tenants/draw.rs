@@ -175,7 +175,10 @@ fn draw_fabric(draw: &mut Draw) -> (u32, Option<String>, usize, Vec<String>) {
     }
     // One level is one switch, as no other could be reached.
     let levels = 1 + draw.below(4) as usize;
+    // A tree of switches, where each level doubles, has deeper trees than one with two ways up everywhere.
+    let doubles = !large && draw.chance(400);
     let widths: Vec<usize> = match (large, levels) {
+        _ if doubles => (0..levels).rev().map(|level| 1 << level).collect(),
         (true, 1 | 2) => vec![60, 4],
         (true, 3) => vec![48, 12, 4],
         (true, _) => vec![40, 16, 6, 2],
@@ -204,6 +207,8 @@ fn draw_fabric(draw: &mut Draw) -> (u32, Option<String>, usize, Vec<String>) {
             // Two ways up, where there are two.
             let mut ups = [here[nth % width], here[(nth + 1) % width]].to_vec();
             ups.dedup();
+            ups.truncate(if doubles { 0 } else { 2 });
+            ups.extend(doubles.then(|| here[nth / 2]));
             ups.iter().for_each(|up| text.push_str(&format!("[[link]]\nends = [\"d{low}\", \"d{up}\"]\n")));
         }
         below = here;
@@ -246,7 +251,7 @@ fn draw_jobs(
             let world = match (large, has_fabric) {
                 (true, false) => 256,
                 (true, true) => most.min(256),
-                _ => 1 + draw.below(most.min(5) as u64) as usize,
+                _ => 1 + draw.below(most.min(if hosts.len() > 8 { 10 } else { 5 }) as u64) as usize,
             };
             let mut left = hosts.to_vec();
             let mut take = || left.swap_remove(draw.below(left.len() as u64) as usize);
@@ -270,10 +275,13 @@ fn draw_jobs(
     for _ in 0..if large { 2 } else { count } {
         let kind = &kinds[draw.below(kinds.len() as u64) as usize];
         at += Duration::from_millis(draw.one_of(&[0, 3, 200, 1_500]));
-        let rounds = if kind.world > 20 { 1 } else { 1 + draw.below(4) };
-        let chunks = (20 / kind.world as u64).clamp(1, 6);
+        // An offer is taken some calls ahead: only long jobs move.
+        let is_long = kind.world < 9 && draw.chance(400);
+        let rounds = if kind.world > 20 { 1 } else { 1 + draw.below(4) + if is_long { 12 } else { 0 } };
+        let chunks = if is_long { 1 } else { (20 / kind.world as u64).clamp(1, 6) };
         let ops = (0..rounds).flat_map(|_| draw_ops(draw, kind.world, chunk_len_bytes, chunks)).collect();
-        let think = Duration::from_millis(draw.one_of(&[0, 5, 100, 700, 4_000]));
+        let think = if is_long { draw.one_of(&[5, 50, 150]) } else { draw.one_of(&[0, 5, 100, 700, 4_000]) };
+        let think = Duration::from_millis(think);
         jobs.push(JobPlan { tenant: draw.below(tenants as u64) as usize, at, ops, think, ..kind.clone() });
     }
     jobs

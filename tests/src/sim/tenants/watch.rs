@@ -155,9 +155,11 @@ impl World<'_, '_> {
         for status in &report.jobs {
             let index = index_in(&status.name, "job");
             let seen = self.watch.jobs.entry(index).or_default();
-            let has = status.is_offered || matches!(status.tree, Some(Ok(_)));
+            // Who comes straight from joining has something when the devices have said so.
+            let is_given = status.is_offered && seen.since.is_some();
+            let has = is_given || matches!(status.tree, Some(Ok(_)));
             if has && !seen.has {
-                served.push((index, seen.since.unwrap_or(look), seen.runs));
+                served.push((index, seen.since, seen.runs));
             }
             (seen.has, seen.runs) = (has, status.running);
             match status.queue {
@@ -171,13 +173,20 @@ impl World<'_, '_> {
                 let other = index_in(&status.name, "job");
                 let plans = [&self.plan.jobs[job], &self.plan.jobs[other]];
                 let first = self.watch.jobs[&other].since.unwrap_or(look);
-                if first >= came || plans[0].tenant != plans[1].tenant || status.view > 0 {
+                if came.is_some_and(|came| first >= came)
+                    || first >= look
+                    || plans[0].tenant != plans[1].tenant
+                    || status.view > 0
+                {
                     continue;
                 }
-                // What a declared order means is said once, and may be what only some trees do. Where devices hold what
-                // the books do not know, who comes may find that it has just gone.
+                // What a declared order means is said once, and may be what only some trees do. Whom a device has refused is
+                // not tried again before something has changed, and others are. Where devices hold what the books do not
+                // know, who comes may find that it has just gone.
                 let means_the_same = plans[0].order == Order::Arrival || ran == status.running;
-                let is_known = !self.devices.iter().any(|device| device.disturbed);
+                let refusals = [Mark::DeviceFull, Mark::DeviceRefuses].map(|mark| self.report.seen.count(mark));
+                let is_disturbed = self.devices.iter().any(|device| device.disturbed) || refusals != [0; 2];
+                let is_known = !is_disturbed && came.is_some();
                 if plans[0].kind == plans[1].kind && means_the_same && is_known {
                     let what = format!(
                         "job {job} was served before job {other} of the same tenant and kind, which came first"
