@@ -5,6 +5,7 @@
 //! findings stands which DMA engines there are, and which hardware has which.
 
 mod shm;
+mod verbs;
 
 use crate::exit::Failure;
 use crate::machine;
@@ -48,7 +49,8 @@ pub(crate) fn run(_args: &DoctorArgs) -> Result<(), Failure> {
     findings.extend(udp());
     findings.extend([tcp(), huge_pages()]);
     findings.extend(shm::findings());
-    findings.extend([not_built("CUDA memory"), not_built("RDMA (verbs)")]);
+    findings.extend([not_built("CUDA memory")]);
+    findings.extend(verbs::findings());
     let mut out = io::stdout().lock();
     for finding in &findings {
         let health = match finding.health {
