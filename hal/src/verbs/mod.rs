@@ -18,6 +18,14 @@
 //!   its way is lost, as on a wire;
 //! - nothing that is the device's is touched: who owns a place or buffer stands at the head of `tx` and `rx`.
 //!
+//! # One-sided connections
+//!
+//! A [`VerbsDomain`] has regions that peers read and write by themselves ([`ExposedRegion`]) and connections by which they do
+//! ([`OneSided`]): what contributions by reference need on another host, with bounds, generations, and a fence. No rank or
+//! device uses them yet: by reference still takes one machine.
+//!
+//! # What it was tried on
+//!
 //! Soft-RoCE (`rdma_rxe`) does all of this in the kernel, by system calls: it shows that the port is right, and nothing of
 //! its speed. The classic calls (`ibv_post_send`, `ibv_poll_cq`) are used, because rxe's newer ones have bugs in
 //! distributions that are in use.
@@ -26,14 +34,20 @@ mod config;
 mod datagrams;
 mod discover;
 mod grh;
+mod memory;
 mod objects;
+mod one_sided;
+mod pair;
 mod paths;
+mod region;
 mod rx;
 mod tx;
 mod wait;
 
 pub use config::{NoLink, VerbsConfig, VerbsError, VerbsLink, VerbsStats};
 pub use discover::{VerbsDevice, devices};
+pub use one_sided::{LinkError, OneSided, OneSidedEnd, PostError, Progress};
+pub use region::{ExposedRegion, RegionError, RemoteRegion, VerbsDomain};
 
 use crate::port::{Addr, Capabilities, Port, RxToken, TxToken, VerbsAddr, WaitPort, Wake};
 use crate::time::Instant;
@@ -101,7 +115,7 @@ impl VerbsPort {
             tx: TxQueue::new(&domain, &sent, attr.mtu_bytes, pair.max_inline_len_bytes)?,
             paths: Paths::new(&domain, gid),
             channel,
-            addr: VerbsAddr { gid: gid.gid, lid: if attr.is_ethernet { 0 } else { attr.lid }, qpn: pair.number() },
+            addr: VerbsAddr { gid: gid.gid, lid: if attr.is_ethernet { 0 } else { attr.lid }, qpn: pair.pair.number() },
             device: format!("{}:{}:{}", context.name, gid.port, gid.index),
             capabilities: Capabilities::new(attr.mtu_bytes, buffers * PROMISED_LEN_BYTES, rx::BATCH),
             spin: config.spin,
@@ -148,7 +162,7 @@ impl VerbsPort {
             return;
         }
         // One that can't be stopped is reset all the same, and then has nothing left.
-        let _ = self.pair.stop();
+        let _ = self.pair.pair.stop();
         for _ in 0..DRAIN_LOOKS {
             self.tx.take(&mut self.stats);
             if self.rx.drain() && !self.tx.is_in_flight() {

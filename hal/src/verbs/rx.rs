@@ -10,7 +10,8 @@
 use super::config::{VerbsError, VerbsStats};
 use super::datagrams::Datagrams;
 use super::grh::{GRH_LEN_BYTES, Origin, origin};
-use super::objects::{Completions, Domain, Registered};
+use super::memory::Registered;
+use super::objects::{Completions, Domain};
 use crate::port::VerbsAddr;
 use ibverbs_sys as ibv;
 use std::ptr;
@@ -134,7 +135,7 @@ impl RxQueue {
         }
         stats.receive_posts += 1;
         // SAFETY: the chain is of this queue's requests; their buffers are read only when they have been taken.
-        unsafe { pair.post_receive(next) }.map_err(|_| Failed)?;
+        unsafe { pair.pair.post_receive(next) }.map_err(|_| Failed)?;
         self.posted += chain.len();
         Ok(())
     }

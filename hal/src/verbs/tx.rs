@@ -11,7 +11,8 @@
 
 use super::config::{VerbsError, VerbsStats};
 use super::datagrams::{Datagrams, Q_KEY};
-use super::objects::{Completions, Domain, Registered};
+use super::memory::Registered;
+use super::objects::{Completions, Domain};
 use super::paths::Paths;
 use crate::port::VerbsAddr;
 use ibverbs_sys as ibv;
@@ -137,7 +138,7 @@ impl TxQueue {
         let first = &raw mut self.requests[place(self.posted)];
         // SAFETY: the chain is of this queue's requests, which stay where they are, as their pieces do; their places are
         // not written until a completion frees them, and the ways stay until then.
-        if unsafe { pair.post_send(first) }.is_err() {
+        if unsafe { pair.pair.post_send(first) }.is_err() {
             self.has_failed = true;
             return false;
         }

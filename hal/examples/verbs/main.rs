@@ -5,9 +5,12 @@
 //! | conform | the conformance suite, with ports on the links in turn |
 //! | count | a burst is one post and one completion; small packets go inline; nothing is allocated |
 //! | cycles | a thousand ports opened and closed leave nothing behind in this process |
+//! | sided | connections with RDMA READ and WRITE: bounds, forged and revoked keys, fences, dead peers, a thousand of them |
 //! | outage | packets flow again after a link was down: prints `down`, waits for a line, prints `up`, waits again |
 //!
 //! Exit status 0 and `ok CHECK` if it holds; else it panics with what did not.
+
+mod one_sided;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::BufRead;
@@ -39,6 +42,11 @@ unsafe impl GlobalAlloc for Counting {
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
+
+/// Return how often this process has allocated.
+fn allocations() -> usize {
+    COUNT.load(Ordering::Relaxed)
+}
 
 /// How long anything may take.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -97,7 +105,11 @@ fn main() {
             assert_eq!(run_wait(&mut bed), Ok(()));
         }
         "count" => count(&mut bed),
-        "cycles" => cycles(&mut bed),
+        "cycles" => {
+            let mut peer = bed.open();
+            cycles(|| burst(&mut bed.open(), &mut peer, 1, 64));
+        }
+        "sided" => one_sided::run(&bed.links),
         "outage" => outage(&mut bed),
         other => panic!("{other} is no check"),
     }
@@ -130,11 +142,11 @@ fn count(bed: &mut VerbsBed) {
     let longest = a.capabilities().max_packet_len_bytes;
     burst(&mut a, &mut b, 1, longest);
     for (len, is_small) in [(96, true), (longest, false)] {
-        let (before, allocations) = (a.stats(), COUNT.load(Ordering::Relaxed));
+        let (before, allocations) = (a.stats(), allocations());
         for _ in 0..BURSTS {
             burst(&mut a, &mut b, PACKETS as usize, len);
         }
-        assert_eq!(COUNT.load(Ordering::Relaxed) - allocations, 0, "allocations on the data path");
+        assert_eq!(self::allocations() - allocations, 0, "allocations on the data path");
         // The completions of the last burst are taken by the next flush.
         a.flush(Instant::ZERO);
         let stats = a.stats();
@@ -153,14 +165,12 @@ fn count(bed: &mut VerbsBed) {
     assert!(stats.receive_posts <= 16 + stats.receive_polls, "buffers go back in batches");
 }
 
-fn cycles(bed: &mut VerbsBed) {
+/// Do this a thousand times, and see that this process has not grown.
+fn cycles(mut once: impl FnMut()) {
     const CYCLES: usize = 1000;
-    let mut peer = bed.open();
     let mut before = None;
     for cycle in 0..CYCLES {
-        let mut port = bed.open();
-        burst(&mut port, &mut peer, 1, 64);
-        drop(port);
+        once();
         // The first may leave what libraries load once.
         if cycle == 10 {
             before = Some(held());
