@@ -6,11 +6,13 @@
 //! | count | a burst is one post and one completion; small packets go inline; nothing is allocated |
 //! | cycles | a thousand ports opened and closed leave nothing behind in this process |
 //! | sided | connections with RDMA READ and WRITE: bounds, forged and revoked keys, fences, dead peers, a thousand of them |
+//! | two | with the other end in another machine: `two LINK` waits for it, `two LINK HOST` finds it there |
 //! | outage | packets flow again after a link was down: prints `down`, waits for a line, prints `up`, waits again |
 //!
 //! Exit status 0 and `ok CHECK` if it holds; else it panics with what did not.
 
 mod one_sided;
+mod two;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::BufRead;
@@ -97,7 +99,9 @@ impl WaitTestbed for VerbsBed {
 fn main() {
     let mut args = std::env::args().skip(1);
     let check = args.next().expect("a check");
-    let links: Vec<VerbsLink> = args.map(|link| link.parse().expect("a link")).collect();
+    let words: Vec<String> = args.collect();
+    let names = if check == "two" { &words[..1] } else { &words[..] };
+    let links: Vec<VerbsLink> = names.iter().map(|link| link.parse().expect("a link")).collect();
     let mut bed = VerbsBed { links, opened: 0, start: Clock::now() };
     match check.as_str() {
         "conform" => {
@@ -109,6 +113,7 @@ fn main() {
             let mut peer = bed.open();
             cycles(|| burst(&mut bed.open(), &mut peer, 1, 64));
         }
+        "two" => two::run(&bed.links[0], words.get(1).map(String::as_str)),
         "sided" => one_sided::run(&bed.links),
         "outage" => outage(&mut bed),
         other => panic!("{other} is no check"),
@@ -118,15 +123,24 @@ fn main() {
 
 /// Send `packets` packets in one flush, and wait until they have arrived.
 fn burst(from: &mut VerbsPort, to: &mut VerbsPort, packets: usize, len: usize) {
+    burst_out(from, to.local_addr(), packets, len);
+    burst_in(to, packets, len);
+}
+
+/// Send `packets` packets in one flush.
+fn burst_out(from: &mut VerbsPort, to: Addr, packets: usize, len: usize) {
     let now = Instant::ZERO;
-    let addr = to.local_addr();
     for _ in 0..packets {
-        from.transmit(addr, now).expect("room").consume(|buffer| (buffer[..len].fill(7), (len, ())).1);
+        from.transmit(to, now).expect("room").consume(|buffer| (buffer[..len].fill(7), (len, ())).1);
     }
     from.flush(now);
+}
+
+/// Wait until so many packets have arrived.
+fn burst_in(to: &mut VerbsPort, packets: usize, len: usize) {
     for _ in 0..packets {
         loop {
-            if let Some(token) = to.receive(now) {
+            if let Some(token) = to.receive(Instant::ZERO) {
                 assert_eq!(token.consume(|_, bytes| bytes.len()), len);
                 break;
             }

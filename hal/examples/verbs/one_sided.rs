@@ -21,7 +21,7 @@ fn connected(a: &VerbsDomain, b: &VerbsDomain) -> (OneSided, OneSided) {
 }
 
 /// Let what is queued leave, and wait until it is complete or has failed.
-fn finish(link: &mut OneSided, count: u64) -> Progress {
+pub(crate) fn finish(link: &mut OneSided, count: u64) -> Progress {
     link.flush();
     let start = Instant::now();
     loop {
@@ -34,7 +34,7 @@ fn finish(link: &mut OneSided, count: u64) -> Progress {
     }
 }
 
-fn bytes(region: &ExposedRegion) -> Vec<u8> {
+pub(crate) fn bytes(region: &ExposedRegion) -> Vec<u8> {
     let mut bytes = vec![0; region.len_bytes()];
     region.read(0, &mut bytes).expect("all of it");
     bytes
