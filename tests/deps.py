@@ -60,7 +60,7 @@ ARROWS = {
 }
 
 # Features of hal that a member must not ask for: the emulated hardware, and for the device also std.
-FORBIDDEN_FEATURES = {"sumac": {"emu"}, "sumac-device": {"emu", "std", "udp"}}
+FORBIDDEN_FEATURES = {"sumac": {"emu"}, "sumac-device": {"emu", "std", "udp", "verbs"}}
 
 # The feature for bugs planted on purpose.
 PLANTED = "planted"

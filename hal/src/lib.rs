@@ -19,6 +19,8 @@
 //! | `emu` (feature) | emulated links with faults, on virtual time; an emulated DMA engine |
 //! | `shm` (feature) | shared memory, futex and descriptor passing: the bus between processes of one machine |
 //! | `udp` (feature) | a port over real sockets, for hosted targets |
+//! | `verbs` (feature) | a port over RDMA verbs, for hosted targets |
+//! | `hosted` (with `udp`) | either of them, as it is opened |
 //!
 //! # The protocol in one page
 //!
@@ -108,6 +110,8 @@ pub mod dma;
 #[cfg(feature = "emu")]
 pub mod emu;
 pub mod flash;
+#[cfg(all(feature = "udp", target_os = "linux"))]
+pub mod hosted;
 pub mod ids;
 pub mod key;
 pub mod mmio;
@@ -124,4 +128,6 @@ pub mod time;
 #[cfg(all(feature = "udp", target_os = "linux"))]
 pub mod udp;
 pub mod uplink;
+#[cfg(all(feature = "verbs", target_os = "linux"))]
+pub mod verbs;
 pub mod wire;

@@ -27,13 +27,14 @@ use sumac_device::{AttachError, Node};
 use sumac_hal::ctrl::{GroupConfig, NoBus, Refusal};
 use sumac_hal::dma::{Address, Capabilities, Completion, Engine, RegionKey, RegionTable, Span, Status, Tag};
 use sumac_hal::emu::dma::{DmaConfig, EmuEngine, StartError, Strictness};
+use sumac_hal::hosted::HostedPort;
 use sumac_hal::ids::{BootId, ChildIndex, FunctionId, GroupId};
 use sumac_hal::mmio::CompletionEntry;
 use sumac_hal::port::WaitPort;
 use sumac_hal::ring::{Doorbell, Patience};
 use sumac_hal::shm::{AttachRefusal, Bells, MemoryError, Message, Pages, Region, SocketError};
 use sumac_hal::time::Instant;
-use sumac_hal::udp::{UdpPort, Waker};
+use sumac_hal::udp::Waker;
 use sumac_hal::wire::pack_op;
 use thiserror::Error;
 
@@ -401,7 +402,7 @@ impl Functions {
     }
 
     /// Sleep until there is something to do, or `timeout` has passed.
-    pub(super) fn sleep(&mut self, port: &mut UdpPort, timeout: Option<Duration>) {
+    pub(super) fn sleep(&mut self, port: &mut HostedPort, timeout: Option<Duration>) {
         self.doorbell.announce();
         self.attached.iter_mut().for_each(Attached::announce);
         if !self.has_news() {

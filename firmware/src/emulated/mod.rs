@@ -31,11 +31,12 @@ use shard::{ShardHandle, start_shard};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 use sumac_hal::ctrl::{Announce, DeviceCapabilities, Name};
+use sumac_hal::hosted::HostedError;
 use sumac_hal::ids::BootId;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::MAX_SHARDS;
 use sumac_hal::shm::SocketError;
-use sumac_hal::udp::{UdpConfig, UdpError};
+use sumac_hal::udp::UdpConfig;
 use thiserror::Error;
 
 /// How to set up an emulated board.
@@ -64,6 +65,8 @@ pub struct BoardConfig {
     pub slot_memory_bytes: usize,
     /// The data ports.
     pub udp: UdpConfig,
+    /// The RDMA port that the data ports are on instead, as `DEVICE[:PORT[:GID-INDEX]]` or `auto`; `None`: UDP.
+    pub verbs: Option<String>,
     /// The processor of each shard's thread; those without one run anywhere.
     pub cores: Vec<usize>,
     /// How long to wait between two attempts to reach the controller.
@@ -88,6 +91,7 @@ impl BoardConfig {
             slot_memory_bytes: 256 << 20,
             // All children may send a window at once; the kernel cuts this to what it allows.
             udp: UdpConfig { receive_buffer_bytes: 32 << 20, ..UdpConfig::default() },
+            verbs: None,
             cores: Vec::new(),
             redial: Duration::from_millis(500),
             bus: Some(BusConfig::default()),
@@ -128,7 +132,7 @@ pub enum BoardError {
     AdvertiseAddr(SocketAddr),
     /// A data port could not be opened.
     #[error("data port: {0}")]
-    Port(#[from] UdpError),
+    Port(#[from] HostedError),
     /// There is nothing to contribute by reference with.
     #[error("contributions by reference: {0}; start the device without its bus to do without them")]
     References(#[from] BusError),

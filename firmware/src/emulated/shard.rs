@@ -12,11 +12,12 @@ use std::thread::JoinHandle;
 use std::time::Instant as Clock;
 use sumac_device::{Child, Event, Node, NodeConfig, RedoSlot, Reference, References, Slot, Storage, runtime};
 use sumac_hal::ctrl::{DeviceCapabilities, GroupConfig, NoBus, Refusal, Request, Response};
+use sumac_hal::hosted::HostedPort;
 use sumac_hal::ids::{BootId, GroupId};
 use sumac_hal::port::{Addr, Port, WaitPort};
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
-use sumac_hal::udp::{UdpPort, Waker};
+use sumac_hal::udp::Waker;
 
 /// What the board keeps of a shard.
 #[derive(Debug)]
@@ -85,7 +86,8 @@ pub(super) fn start_shard(config: &BoardConfig, index: u16, boot_id: BootId) -> 
     let shard = Shard::new(index, config.shards).ok_or(BoardError::Shards(config.shards))?;
     // The board has checked that the sum is a port.
     let data_port = config.data_port.map_or(0, |first| first.saturating_add(index));
-    let mut port = UdpPort::bind(SocketAddr::new(config.bind, data_port), &config.udp)?;
+    let addr = SocketAddr::new(config.bind, data_port);
+    let mut port = HostedPort::open(addr, &config.udp, config.verbs.as_deref())?;
     let node_config = NodeConfig {
         shard,
         boot_id,
@@ -184,7 +186,7 @@ impl Tables {
 const REFERENCES: usize = 1 << 16;
 
 struct Worker {
-    port: UdpPort,
+    port: HostedPort,
     node_config: NodeConfig,
     inbox: Receiver<(Request, Sender<Response>)>,
     stop: Arc<AtomicBool>,

@@ -2,6 +2,7 @@
 
 use super::{Board, BoardConfig, BoardError};
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use sumac_hal::hosted::HostedError;
 use sumac_hal::port::Addr;
 use sumac_hal::udp::UdpError;
 
@@ -34,7 +35,7 @@ fn the_first_data_port_is_the_one_asked_for() {
     let port = taken.local_addr().expect("bound").port();
     let error = refused(BoardConfig { data_port: Some(port), ..config(1) });
     assert!(
-        matches!(&error, BoardError::Port(UdpError::Io { addr, .. }) if addr.port() == port),
+        matches!(&error, BoardError::Port(HostedError::Udp(UdpError::Io { addr, .. })) if addr.port() == port),
         "{error} is not about port {port}"
     );
 }
@@ -47,7 +48,10 @@ fn the_following_shards_take_the_next_ports() {
     let taken = UdpSocket::bind((own, 7901)).expect("nobody else uses this address");
     let config = BoardConfig { bind: own.into(), data_port: Some(7900), ..config(2) };
     let error = refused(config.clone());
-    assert!(matches!(&error, BoardError::Port(UdpError::Io { addr, .. }) if addr.port() == 7901), "{error}");
+    assert!(
+        matches!(&error, BoardError::Port(HostedError::Udp(UdpError::Io { addr, .. })) if addr.port() == 7901),
+        "{error}"
+    );
     drop(taken);
     let board = Board::start(config).expect("both ports are free");
     let ports = board.data_addrs().map(|addr| if let Addr::Udp(addr) = addr { addr.port() } else { 0 });

@@ -18,7 +18,7 @@ pub mod conformance;
 
 use crate::time::Instant;
 use core::fmt;
-use core::net::SocketAddr;
+use core::net::{Ipv6Addr, SocketAddr};
 use core::time::Duration;
 use serde::{Deserialize, Serialize};
 
@@ -30,15 +30,37 @@ pub enum Addr {
     Udp(SocketAddr),
     /// A node of an emulated fabric.
     Emu(u32),
+    /// A queue pair of an RDMA port.
+    Verbs(VerbsAddr),
+}
+
+/// An unreliable-datagram queue pair, as others reach it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct VerbsAddr {
+    /// The port's global identifier; on RoCE an IP address, one of IPv4 mapped into IPv6.
+    pub gid: [u8; 16],
+    /// The port's local identifier; 0 on RoCE.
+    pub lid: u16,
+    /// The queue pair's number, of 24 bits.
+    pub qpn: u32,
+}
+
+impl fmt::Display for VerbsAddr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { gid, lid, qpn } = *self;
+        write!(f, "verbs:[{}]:{qpn}", Ipv6Addr::from(gid))?;
+        if lid != 0 { write!(f, "@{lid}") } else { Ok(()) }
+    }
 }
 
 impl Addr {
     /// Return the address `n` places behind this one: a shard's, where `self` is the first shard's. `None` behind the
-    /// last.
+    /// last, and behind a queue pair: their numbers are the hardware's choice.
     pub fn behind(self, n: u16) -> Option<Self> {
         match self {
             Self::Udp(addr) => Some(Self::Udp(SocketAddr::new(addr.ip(), addr.port().checked_add(n)?))),
             Self::Emu(node) => Some(Self::Emu(node.checked_add(u32::from(n))?)),
+            Self::Verbs(_) => (n == 0).then_some(self),
         }
     }
 }
@@ -48,6 +70,7 @@ impl fmt::Display for Addr {
         match self {
             Self::Udp(addr) => addr.fmt(f),
             Self::Emu(node) => write!(f, "emu:{node}"),
+            Self::Verbs(addr) => addr.fmt(f),
         }
     }
 }

@@ -10,7 +10,7 @@ use super::UdpPort;
 use crate::port::Wake;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -33,7 +33,7 @@ pub struct Waker {
 }
 
 impl Waker {
-    pub(super) fn new() -> io::Result<Self> {
+    pub(crate) fn new() -> io::Result<Self> {
         let event = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
         Ok(Self { shared: Arc::new(Shared { raised: AtomicBool::new(false), event }) })
     }
@@ -46,8 +46,20 @@ impl Waker {
         }
     }
 
+    /// Return what becomes readable with a wake.
+    pub(crate) fn file(&self) -> BorrowedFd<'_> {
+        self.shared.event.as_fd()
+    }
+
+    /// Make it unreadable again if the wake that made it so has been taken.
+    pub(crate) fn drain_unraised(&self) {
+        if !self.shared.raised.load(Ordering::Acquire) {
+            self.drain();
+        }
+    }
+
     /// Take the wake, if there is one.
-    fn take(&self) -> bool {
+    pub(crate) fn take(&self) -> bool {
         let raised = self.shared.raised.swap(false, Ordering::AcqRel);
         if raised {
             self.drain();
@@ -121,7 +133,7 @@ impl UdpPort {
     fn sleep(&mut self, timeout: Option<Duration>) -> bool {
         let unsent = !self.tx.is_empty();
         let events = if unsent { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
-        let event = PollFd::new(&self.waker.shared.event, PollFlags::IN);
+        let event = PollFd::from_borrowed_fd(self.waker.file(), PollFlags::IN);
         // With nothing joined or watched, the third and the fourth are the first once more.
         let all = PollFd::from_borrowed_fd(self.poll_fd(), PollFlags::IN);
         let watched = self.watched.as_ref().map_or(self.poll_fd(), AsFd::as_fd);
@@ -133,8 +145,8 @@ impl UdpPort {
             return false; // Interrupted: the caller's loop looks again.
         }
         let [socket, event, _, watched] = fds.map(|fd| fd.revents());
-        if event.contains(PollFlags::IN) && !self.waker.shared.raised.load(Ordering::Acquire) {
-            self.waker.drain();
+        if event.contains(PollFlags::IN) {
+            self.waker.drain_unraised();
         }
         if unsent && socket.contains(PollFlags::OUT) {
             self.tx.flush(self.socket.as_fd(), &mut self.stats);

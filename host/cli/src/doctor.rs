@@ -5,6 +5,7 @@
 //! findings stands which DMA engines there are, and which hardware has which.
 
 mod shm;
+mod verbs;
 
 use crate::exit::Failure;
 use crate::machine;
@@ -48,7 +49,8 @@ pub(crate) fn run(_args: &DoctorArgs) -> Result<(), Failure> {
     findings.extend(udp());
     findings.extend([tcp(), huge_pages()]);
     findings.extend(shm::findings());
-    findings.extend([cuda(), not_built("RDMA (verbs)")]);
+    findings.push(cuda());
+    findings.extend(verbs::findings());
     let mut out = io::stdout().lock();
     for finding in &findings {
         let health = match finding.health {
@@ -210,8 +212,4 @@ fn cuda() -> Finding {
         Err(error) => (Health::Missing, error.to_string(), "ranks reduce in CPU memory instead".into()),
     };
     Finding { health, what: "CUDA memory", found, advice }
-}
-
-fn not_built(what: &'static str) -> Finding {
-    Finding { health: Health::Missing, what, found: "not built in this version".into(), advice: String::new() }
 }

@@ -35,6 +35,9 @@ pub(crate) struct RankJob {
     pub(crate) order: Option<Order>,
     /// How it is to reach its leaf device.
     pub(crate) attach: Attach,
+    /// Over which RDMA port, if it is over verbs; `None`: the first that is active.
+    #[serde(default)]
+    pub(crate) verbs: Option<String>,
     /// How long an operation may take, in milliseconds.
     pub(crate) deadline_ms: u64,
     /// What to do once it has joined.

@@ -20,6 +20,36 @@ pub(crate) fn attach_parser() -> impl TypedValueParser<Value = Attach> {
     PossibleValuesParser::new(Attach::ALL.map(Attach::name)).try_map(|name| Attach::from_str(&name))
 }
 
+/// The RDMA port that is whichever is active.
+pub(crate) const ANY_LINK: &str = "auto";
+
+/// RDMA ports for several processes of one machine.
+#[derive(Debug, Clone, PartialEq, Eq, clap::Args)]
+pub(crate) struct Links {
+    /// Over RDMA verbs, the RDMA ports that devices and ranks take in turn, comma-separated: DEVICE, DEVICE:PORT or
+    /// DEVICE:PORT:GID-INDEX, as in mlx5_0:1, or auto, the first that is active
+    #[arg(long = "verbs", value_name = "LINK", value_delimiter = ',')]
+    links: Vec<String>,
+}
+
+impl Links {
+    /// Return the RDMA port that process number `nth` takes.
+    pub(crate) fn in_turn(&self, nth: usize) -> Option<String> {
+        self.links.get(nth % self.links.len().max(1)).cloned()
+    }
+
+    /// Whether none is named.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.links.is_empty()
+    }
+
+    /// Return the options of so many devices by which they receive over verbs.
+    pub(crate) fn of_devices(&self, devices: usize) -> Vec<(usize, Vec<String>)> {
+        let option = |nth| format!("--verbs={}", self.in_turn(nth).as_deref().unwrap_or(ANY_LINK));
+        (0..devices).map(|nth| (nth, vec![option(nth)])).collect()
+    }
+}
+
 /// Accept a tenant's name.
 pub(crate) fn tenant(name: &str) -> Result<String, BadTenant> {
     check_tenant(name).map(|()| name.to_owned())

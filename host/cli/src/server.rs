@@ -84,6 +84,11 @@ pub(crate) struct DeviceArgs {
     /// Slots of all groups, in each shard [default: the board's]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1 << 20))]
     slots: Option<u32>,
+    /// Receive packets over this RDMA port, DEVICE, DEVICE:PORT or DEVICE:PORT:GID-INDEX, instead of over UDP; without a
+    /// name, over the first that is active. Ranks then attach as `verbs`
+    #[arg(long, value_name = "LINK", num_args = 0..=1, default_missing_value = options::ANY_LINK,
+          conflicts_with_all = ["data_port", "advertise"])]
+    verbs: Option<String>,
     /// Take no contributions by reference: ranks on this machine send packets, as all others do
     #[arg(long)]
     no_bus: bool,
@@ -132,6 +137,7 @@ pub(crate) fn run_device(args: DeviceArgs) -> Result<(), Failure> {
     config.data_port = args.data_port;
     config.advertise = args.advertise;
     config.shards = args.shards;
+    config.verbs = args.verbs;
     config.children = args.children.unwrap_or(config.children);
     config.slots = args.slots.unwrap_or(config.slots);
     let name = config.name.clone();

@@ -29,6 +29,7 @@ pub(crate) fn run() -> Result<(), Failure> {
     config.host = Some(job.host.clone());
     config.order = job.order.unwrap_or(config.order);
     config.attach = job.attach;
+    config.verbs = job.verbs.clone();
     config.deadline = Duration::from_millis(job.deadline_ms);
     let communicator = Communicator::join(config).map_err(Failure::run)?;
     report(&Report::Joined { attached: attached(&job, &communicator)? })?;
@@ -53,13 +54,13 @@ pub(crate) fn run() -> Result<(), Failure> {
     Ok(())
 }
 
-/// Return how the ranks reach their tree, if there is one. Fails where this one insists on shared memory and there is
-/// none: what is done instead would not be what was asked for. Explaining does nothing else.
+/// Return how the ranks reach their tree, if there is one. Fails where this one insists on shared memory or verbs and there
+/// is no tree: what is done instead would not be what was asked for. Explaining does nothing else.
 fn attached(job: &RankJob, communicator: &Communicator) -> Result<Option<Attached>, Failure> {
     let explanation = communicator.explain(&OpDesc::barrier(), Algo::Tree);
-    let insists = job.attach == Attach::Shm && !matches!(job.work, Work::Explain { .. });
+    let insists = matches!(job.attach, Attach::Shm | Attach::Verbs) && !matches!(job.work, Work::Explain { .. });
     match explanation.refusal() {
-        Some(why) if insists => Err(Failure::Run(anyhow!("--attach shm: {why}"))),
+        Some(why) if insists => Err(Failure::Run(anyhow!("--attach {}: {why}", job.attach))),
         _ => Ok(explanation.attached),
     }
 }

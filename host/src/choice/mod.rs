@@ -150,6 +150,8 @@ pub struct TreeFacts {
     pub collectives: u32,
     /// How many ranks contribute by reference to their leaves: the same number at all ranks.
     pub ranks_by_reference: u32,
+    /// Whether packets go over RDMA verbs.
+    pub over_verbs: bool,
 }
 
 /// How the ranks of a job reach the leaves of its tree.
@@ -158,6 +160,8 @@ pub struct TreeFacts {
 pub enum Attached {
     /// All by packets.
     ByPackets,
+    /// All by packets over RDMA verbs.
+    ByVerbs,
     /// Some by reference, the others by packets.
     Mixed {
         /// How many by reference.
@@ -174,6 +178,7 @@ impl Attached {
     pub const fn name(self) -> &'static str {
         match self {
             Self::ByPackets => "udp",
+            Self::ByVerbs => "verbs",
             Self::Mixed { .. } => "mixed",
             Self::ByReference => "shm",
         }
@@ -184,6 +189,7 @@ impl fmt::Display for Attached {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::ByPackets => f.write_str("by packets"),
+            Self::ByVerbs => f.write_str("by packets over RDMA verbs"),
             Self::Mixed { by_reference, ranks } => write!(f, "{by_reference} of {ranks} ranks by reference"),
             Self::ByReference => f.write_str("by reference"),
         }
@@ -193,8 +199,9 @@ impl fmt::Display for Attached {
 impl Situation {
     /// Return how the ranks reach their tree, if there is one.
     pub fn attached(&self) -> Option<Attached> {
-        let by_reference = self.tree.as_ref().ok()?.ranks_by_reference;
-        Some(match by_reference {
+        let tree = self.tree.as_ref().ok()?;
+        Some(match tree.ranks_by_reference {
+            0 if tree.over_verbs => Attached::ByVerbs,
             0 => Attached::ByPackets,
             all if all >= self.ranks => Attached::ByReference,
             by_reference => Attached::Mixed { by_reference, ranks: self.ranks },

@@ -18,9 +18,10 @@ use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
+use sumac_hal::hosted::{HostedError, HostedPort};
 use sumac_hal::ids::Rank;
 use sumac_hal::port::{Addr, Port};
-use sumac_hal::udp::{UdpConfig, UdpError, UdpPort};
+use sumac_hal::udp::UdpConfig;
 use thiserror::Error;
 
 /// How a rank joins its job.
@@ -50,6 +51,8 @@ pub struct JoinConfig {
     pub udp: UdpConfig,
     /// How to reach the leaf device.
     pub attach: Attach,
+    /// The RDMA port for [`Attach::Verbs`], as `DEVICE[:PORT[:GID-INDEX]]`. `None`: the first that is active.
+    pub verbs: Option<String>,
     /// Whether operations whose tree is lost are completed by the ranks, and later ones go on without it or on another
     /// ([`Outcome::repaired`](super::Outcome::repaired) says so). The same at all ranks. Without it, the loss of the tree
     /// is the communicator's end.
@@ -80,6 +83,7 @@ impl JoinConfig {
             bind: controller.ip(),
             udp: UdpConfig::default(),
             attach: Attach::Auto,
+            verbs: None,
             repair: true,
             tenant: DEFAULT_TENANT.to_owned(),
             wait_for_tree: Duration::ZERO,
@@ -89,7 +93,7 @@ impl JoinConfig {
 
     /// Describe a rank by the environment, as launchers set it: `RANK`, `WORLD_SIZE`, `MASTER_ADDR` (default
     /// 127.0.0.1), `SUMAC_PORT` (default [`DEFAULT_PORT`]), `SUMAC_JOB` (default `default`), `SUMAC_ATTACH` (`auto`,
-    /// `udp` or `shm`; default `auto`), `SUMAC_TENANT` (default `default`) and `SUMAC_WAIT_FOR_TREE` (seconds; default 0).
+    /// `udp`, `shm` or `verbs`; default `auto`), `SUMAC_VERBS` (the RDMA port), `SUMAC_TENANT` (default `default`) and `SUMAC_WAIT_FOR_TREE` (seconds; default 0).
     ///
     /// # Errors
     /// [`JoinError::Environment`] names the variable that is missing or makes no sense.
@@ -124,7 +128,14 @@ impl JoinConfig {
             Some(_) => Duration::from_secs(u64::from(number("SUMAC_WAIT_FOR_TREE")?)),
             None => Duration::ZERO,
         };
-        Ok(Self { attach, tenant, wait_for_tree, ..Self::new(addr, job, rank, world) })
+        let verbs = variable("SUMAC_VERBS");
+        Ok(Self { attach, verbs, tenant, wait_for_tree, ..Self::new(addr, job, rank, world) })
+    }
+
+    /// Open a data port for the way to the leaf.
+    fn open_port(&self) -> Result<HostedPort, HostedError> {
+        let verbs = (self.attach == Attach::Verbs).then(|| self.verbs.as_deref().unwrap_or("auto"));
+        HostedPort::open(SocketAddr::new(self.bind, 0), &self.udp, verbs)
     }
 }
 
@@ -152,7 +163,7 @@ pub enum JoinError {
     Controller(#[from] ClientError),
     /// The data port.
     #[error("data port: {0}")]
-    Port(#[from] UdpError),
+    Port(#[from] HostedError),
     /// The port for schedules.
     #[error("listen for other ranks on {addr}: {source}")]
     Listen {
@@ -181,7 +192,7 @@ pub enum JoinError {
 pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     let (listener, mesh_addr) = listen(config.bind)?;
     let (repair_listener, repair_addr) = listen(config.bind)?;
-    let port = UdpPort::bind(SocketAddr::new(config.bind, 0), &config.udp)?;
+    let port = config.open_port()?;
     let (rank, world) = (Rank(config.rank), config.world);
     let request = JoinRequest {
         job: config.job.clone(),
@@ -193,7 +204,7 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         repair_addr,
         max_packet_len_bytes: u32::try_from(port.capabilities().max_packet_len_bytes).unwrap_or(u32::MAX),
         attach: config.attach,
-        machine: (config.attach != Attach::Udp).then(sumac_hal::shm::machine).flatten(),
+        machine: config.attach.may_share_memory().then(sumac_hal::shm::machine).flatten(),
         terms: Terms {
             tenant: config.tenant.clone(),
             wait_ms: u32::try_from(config.wait_for_tree.as_millis()).unwrap_or(u32::MAX),
@@ -273,7 +284,7 @@ fn take_seat(
     tree: &TreeMembership,
     ranks_here: usize,
     table_version: u32,
-    (port, lost): (UdpPort, &Lost),
+    (port, lost): (HostedPort, &Lost),
 ) -> Result<Tree, JoinError> {
     let Some(seating) = seating(tree, (Rank(config.rank), config.world), ranks_here, table_version) else {
         return Ok(by_packets(config, tree, port, table_version));
@@ -295,13 +306,13 @@ pub(super) fn enter(
     if tree.parents.is_empty() || tree.window_max == 0 {
         return Err(JoinError::Membership(format!("a tree with leaf {:?} but no way to it", tree.leaf)));
     }
-    let port = UdpPort::bind(SocketAddr::new(config.bind, 0), &config.udp)?;
+    let port = config.open_port()?;
     lost.set_wakers(Some(port.waker()), None);
     take_seat(config, &tree, ranks_here, table_version, (port, lost))
 }
 
 /// Put an endpoint on the data port.
-fn by_packets(config: &JoinConfig, tree: &TreeMembership, mut port: UdpPort, table_version: u32) -> Tree {
+fn by_packets(config: &JoinConfig, tree: &TreeMembership, mut port: HostedPort, table_version: u32) -> Tree {
     let (rank, world) = (Rank(config.rank), config.world);
     // First listen, then say so: contributions do.
     let shared_key =
@@ -314,7 +325,7 @@ fn by_packets(config: &JoinConfig, tree: &TreeMembership, mut port: UdpPort, tab
 }
 
 /// Listen to the shared address of each of the leaf's shards, the first at `first`; false, and to none, if that can't be.
-fn listen_to(port: &mut UdpPort, first: Addr, shards: usize) -> bool {
+fn listen_to(port: &mut HostedPort, first: Addr, shards: usize) -> bool {
     let shards = 0..u16::try_from(shards).unwrap_or(u16::MAX);
     let joined = shards.clone().take_while(|&shard| first.behind(shard).is_some_and(|addr| port.join(addr))).count();
     if joined < shards.len() {
@@ -342,6 +353,8 @@ mod tests {
         assert_eq!(plain.controller, SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT)));
         let told = read(&[("SUMAC_PORT", "9"), ("SUMAC_JOB", "j"), ("SUMAC_ATTACH", "shm")]).expect("in their forms");
         assert_eq!((told.controller.port(), told.job.as_str(), told.attach), (9, "j", Attach::Shm));
+        let over = read(&[("SUMAC_ATTACH", "verbs"), ("SUMAC_VERBS", "mlx5_0:1")]).expect("in their forms");
+        assert_eq!((over.attach, over.verbs.as_deref()), (Attach::Verbs, Some("mlx5_0:1")));
     }
 
     #[test]
@@ -355,7 +368,7 @@ mod tests {
     #[test]
     fn a_variable_that_makes_no_sense_is_named_with_its_value() {
         for (name, value, known) in [
-            ("SUMAC_ATTACH", "rdma", "auto, udp, shm"),
+            ("SUMAC_ATTACH", "rdma", "auto, udp, shm, verbs"),
             ("SUMAC_PORT", "70000", "port"),
             ("RANK", "first", "number"),
             ("SUMAC_TENANT", "a=b", "letters, digits"),

@@ -9,18 +9,19 @@ use crate::reference::{Places, ReferenceDriver, Seating, Transfer};
 use crate::repair::Remains;
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
+use sumac_hal::hosted::HostedPort;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{OpDesc, Path};
-use sumac_hal::udp::UdpPort;
 use sumac_hal::wire::{Limit, RankMask};
 
-/// How often a schedule looks at a tree by reference: its doorbell is nothing that can be polled.
+/// How often a schedule looks at a tree by reference, or over verbs: doorbells and completions are nothing that can be polled
+/// without more ado.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// The rank's end of the tree.
 #[derive(Debug)]
 pub(super) enum Tree {
-    Packets(Box<TreeDriver<UdpPort>>),
+    Packets(Box<TreeDriver<HostedPort>>),
     Reference(Box<ReferenceDriver>),
 }
 
@@ -126,7 +127,7 @@ impl Tree {
     /// Return what a schedule can poll beside its own sockets.
     pub(super) fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
         match self {
-            Self::Packets(driver) => Some(driver.port().poll_fd()),
+            Self::Packets(driver) => driver.port().poll_fd(),
             Self::Reference(_) => None,
         }
     }
@@ -134,8 +135,8 @@ impl Tree {
     /// Return when a schedule has to look again, where `next` is what [`Tree::pump`] said.
     pub(super) fn look_after(&self, next: Option<Duration>) -> Option<Duration> {
         match self {
-            Self::Packets(_) => next,
-            Self::Reference(_) => Some(next.map_or(LOOK_EVERY, |next| next.min(LOOK_EVERY))),
+            Self::Packets(driver) if driver.port().poll_fd().is_some() => next,
+            Self::Packets(_) | Self::Reference(_) => Some(next.map_or(LOOK_EVERY, |next| next.min(LOOK_EVERY))),
         }
     }
 

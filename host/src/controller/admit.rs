@@ -49,6 +49,13 @@ pub(super) struct PlacedNode {
     redo_memory_bytes: u64,
 }
 
+impl PlacedNode {
+    /// Whether its device receives packets over RDMA verbs.
+    fn over_verbs(&self) -> bool {
+        matches!(self.device.announce.data_addrs.first(), Some(Addr::Verbs(_)))
+    }
+}
+
 /// A job's tree and group, reserved on every node.
 #[derive(Debug)]
 pub(super) struct Placement {
@@ -220,6 +227,16 @@ fn place(shape: Shape, ids: Ids) -> Result<Placement, String> {
             nodes[0].device.name()
         ));
     }
+    let kind = |node: &PlacedNode| if node.over_verbs() { "over verbs" } else { "over UDP" };
+    if let Some(other) = nodes.iter().find(|node| node.over_verbs() != nodes[0].over_verbs()) {
+        return Err(format!(
+            "device {} receives {}, device {} {}; the devices of a tree need the same",
+            other.device.name(),
+            kind(other),
+            nodes[0].device.name(),
+            kind(&nodes[0])
+        ));
+    }
     Ok(Placement {
         group,
         tree,
@@ -367,6 +384,7 @@ impl Placement {
             ops: all.clone().fold(u32::MAX, |mask, device| mask & device.ops),
             collectives: all.fold(u32::MAX, |mask, device| mask & device.collectives),
             ranks_by_reference: self.ranks_by_reference(),
+            over_verbs: self.nodes.iter().any(PlacedNode::over_verbs),
         };
         TreeMembership {
             group: self.group,

@@ -185,11 +185,13 @@ pub enum Attach {
     Udp,
     /// By shared memory, which the device's engine reads and writes; or there is no tree, for that reason.
     Shm,
+    /// By packets over RDMA verbs, to a device that receives them so; or there is no tree, for that reason.
+    Verbs,
 }
 
 impl Attach {
     /// Every way.
-    pub const ALL: [Self; 3] = [Self::Auto, Self::Udp, Self::Shm];
+    pub const ALL: [Self; 4] = [Self::Auto, Self::Udp, Self::Shm, Self::Verbs];
 
     /// Return its name on the command line.
     pub const fn name(self) -> &'static str {
@@ -197,7 +199,13 @@ impl Attach {
             Self::Auto => "auto",
             Self::Udp => "udp",
             Self::Shm => "shm",
+            Self::Verbs => "verbs",
         }
+    }
+
+    /// Whether a rank may contribute by reference, over memory that it shares with its leaf.
+    pub const fn may_share_memory(self) -> bool {
+        matches!(self, Self::Auto | Self::Shm)
     }
 }
 

@@ -1,6 +1,7 @@
 //! A controller, devices that answer as they are told, and ranks that join: who contributes by reference.
 
 mod leases;
+mod links;
 mod offers;
 mod quotas;
 mod replan;

@@ -2,7 +2,7 @@
 
 use crate::files::Format;
 use crate::layout::Layout;
-use crate::options::{self, Algo, Attach, OrderName};
+use crate::options::{self, Algo, Attach, Links, OrderName};
 use anyhow::ensure;
 use clap::Args;
 use std::path::PathBuf;
@@ -20,6 +20,8 @@ pub(crate) struct RunArgs {
     /// How ranks reach their leaf device: by shared memory, by packets, or by shared memory where that is possible
     #[arg(long, value_name = "WAY", default_value = "auto", value_parser = options::attach_parser())]
     pub(super) attach: Attach,
+    #[command(flatten)]
+    pub(super) verbs: Links,
     /// Levels of the tree: one device, or two of which one is the root
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2),
           conflicts_with = "topology")]

@@ -19,6 +19,7 @@ use crate::exit::Failure;
 use crate::files::{AgreeError, ArrayFile, Axis0, Format, Output, OutputHead, Shape, inspect_all};
 use crate::job::{FileWork, RankJob, Report, Work};
 use crate::layout::Layout;
+use crate::options::Attach;
 use crate::perf::{Reports, spawn_rank};
 use anyhow::{anyhow, bail};
 use args::RunArgs;
@@ -169,8 +170,11 @@ impl Job<'_> {
         outputs: &[Option<Output>],
         supervisor: &mut Supervisor,
     ) -> Result<Combined, Failure> {
-        let controller = cluster::start(supervisor, &ClusterConfig::new(layout))?.addr;
         let Call { collective, op, root, run } = self.call;
+        let over_verbs = if run.attach == Attach::Verbs { layout.devices.len() } else { 0 };
+        let device_options = run.verbs.of_devices(over_verbs);
+        let controller =
+            cluster::start(supervisor, &ClusterConfig { device_options, ..ClusterConfig::new(layout) })?.addr;
         let world = self.inputs.len();
         let mut ranks = Vec::new();
         for (((rank, input), output), host) in (0_u32..).zip(&self.inputs).zip(outputs).zip(&layout.hosts) {
@@ -191,6 +195,7 @@ impl Job<'_> {
                 host: host.clone(),
                 order: run.order.map(Into::into),
                 attach: run.attach,
+                verbs: run.verbs.in_turn(rank as usize),
                 deadline_ms: run.timeout_s.saturating_mul(1000),
                 work,
             };

@@ -3,7 +3,7 @@
 use crate::chaos::RuleArgs;
 use crate::cluster::GivenDevice;
 use crate::job::Case;
-use crate::options::{self, Algo, Attach, OrderName};
+use crate::options::{self, Algo, Attach, Links, OrderName};
 use crate::perf::fault::Fault;
 use crate::size::{SizeBytes, sweep};
 use crate::workload::{Check, MemoryKind};
@@ -67,9 +67,12 @@ pub(crate) struct PerfArgs {
     #[arg(long, value_name = "NAME")]
     pub(super) order: Option<OrderName>,
     /// How ranks reach their leaf device: `shm` by shared memory, which the device's DMA engine reads and writes, or the
-    /// run fails; `udp` by packets that carry the data; `auto` by shared memory where that is possible
+    /// run fails; `udp` by packets that carry the data; `verbs` by packets over RDMA, or the run fails; `auto` by shared
+    /// memory where that is possible, else by packets
     #[arg(long, value_name = "WAY", default_value = "auto", value_parser = options::attach_parser())]
     pub(super) attach: Attach,
+    #[command(flatten)]
+    pub(super) verbs: Links,
     /// Which memory the ranks' buffers are in
     #[arg(long, value_name = "KIND", default_value = "registered")]
     pub(super) memory: MemoryKind,
@@ -153,6 +156,13 @@ impl PerfArgs {
             let is_shm = fault == Fault::CutLink && self.attach == Attach::Shm;
             ensure!(!is_shm, "--fault cut-link loses packets, and with --attach shm there are none; use udp or auto");
         }
+        if self.attach == Attach::Verbs {
+            let relayed = self.chaos.is_some() || self.fault == Some(Fault::CutLink);
+            ensure!(!relayed, "--attach verbs: --chaos and --fault cut-link relay UDP; use `tc qdisc` and `ip link`");
+            ensure!(self.devices.is_empty(), "--attach verbs: --device names where a device receives over UDP");
+        } else {
+            ensure!(self.verbs.is_empty(), "--verbs goes with --attach verbs");
+        }
         ensure!(self.root < self.ranks, "root {} of {} ranks; they count from 0", self.root, self.ranks);
         let mut cases = Vec::new();
         for &collective in &self.collectives {
@@ -231,7 +241,7 @@ mod tests {
         assert_eq!((told.attach, told.memory), (Attach::Shm, MemoryKind::Plain));
         assert_eq!(parse("--attach udp").attach, Attach::Udp);
         let error = Command::try_parse_from(["perf", "--attach", "rdma"]).map(|_| ()).expect_err("no such way");
-        assert!(error.to_string().contains("auto, udp, shm"), "{error}");
+        assert!(error.to_string().contains("auto, udp, shm, verbs"), "{error}");
     }
 
     #[test]
@@ -239,6 +249,8 @@ mod tests {
         let refused = |args: &str| parse(args).cases().expect_err("refused").to_string();
         assert!(refused("--fault kill-rank --ranks 1").contains("2 or more"));
         assert!(refused("--fault cut-link --attach shm").contains("udp or auto"));
+        assert!(refused("--fault cut-link --attach verbs").contains("ip link"));
+        assert!(refused("--verbs mlx5_0").contains("--attach verbs"));
         assert_eq!(parse("--fault cut-link").attach(), Attach::Udp);
         assert_eq!(parse("--fault kill-device").attach(), Attach::Auto);
         assert!(Command::try_parse_from(["perf", "--fault", "kill-device", "--explain"]).is_err());

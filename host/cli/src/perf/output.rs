@@ -114,7 +114,9 @@ fn write_preamble(
     match attached {
         None => writeln!(out, "# attach none, there is no tree")?,
         // Packets are filled from any memory alike.
-        Some(Attached::ByPackets) => writeln!(out, "# attach udp, by packets")?,
+        Some(attached @ (Attached::ByPackets | Attached::ByVerbs)) => {
+            writeln!(out, "# attach {}, {attached}", attached.name())?;
+        }
         Some(attached) => {
             let (name, memory) = (attached.name(), args.memory.name());
             writeln!(out, "# attach {name}, {attached}  buffers in {memory} memory")?;

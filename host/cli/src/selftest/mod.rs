@@ -16,7 +16,7 @@ use crate::address::ControllerAddress;
 use crate::cluster::{self, ClusterConfig, Supervisor};
 use crate::exit::Failure;
 use crate::layout::Layout;
-use crate::options;
+use crate::options::{self, Links};
 use crate::size::SizeBytes;
 use crate::stats;
 use anyhow::{anyhow, ensure};
@@ -80,6 +80,9 @@ pub(crate) struct SelftestArgs {
     /// For how many ranks that tree is planned
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: u32,
+    /// Test links over RDMA verbs, from the first of the ports of --verbs; devices that are there already are to receive so
+    #[command(flatten)]
+    verbs: Links,
     /// Print one JSON object a link instead of the table
     #[arg(long)]
     json: bool,
@@ -98,7 +101,9 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
             };
             let layout = layout.map_err(Failure::Input)?;
             let started = supervisor.insert(Supervisor::new(ProgressBar::hidden(), verbose)?);
-            cluster::start(started, &ClusterConfig::new(&layout))?.addr
+            let over_verbs = if args.verbs.is_empty() { 0 } else { layout.devices.len() };
+            let device_options = args.verbs.of_devices(over_verbs);
+            cluster::start(started, &ClusterConfig { device_options, ..ClusterConfig::new(&layout) })?.addr
         }
     };
     let report = status(controller).map_err(Failure::run)?;
@@ -196,7 +201,8 @@ impl Tester<'_> {
         let timeout = Duration::from_secs(self.args.timeout_s);
         let terms =
             Terms { tenant: self.args.tenant.clone(), wait_ms: self.args.wait_for_tree * 1000, ..Terms::default() };
-        let mut probe = Probe::join(self.controller, (job.clone(), terms), devices, timeout)?;
+        let verbs = self.args.verbs.in_turn(0);
+        let mut probe = Probe::join(self.controller, (job.clone(), terms), devices, (timeout, verbs.as_deref()))?;
         let before = Snapshot::take(self.controller, &job, &mut probe)?;
         let len_bytes = self.args.bytes.0 as usize / SMALL_BYTES * SMALL_BYTES;
         let small = self.times(&mut probe, SMALL_BYTES, self.args.iterations)?;

@@ -12,9 +12,10 @@ use sumac::controller::{ClientError, Session};
 use sumac::endpoint::{Buffers, Endpoint, EndpointError, EndpointStats, Event, OpId, PostError};
 use sumac::exec::TreeDriver;
 use sumac::{Dtype, OpDesc, Order, Path, ReduceOp};
+use sumac_hal::hosted::{HostedError, HostedPort};
 use sumac_hal::ids::Rank;
 use sumac_hal::port::Port;
-use sumac_hal::udp::{UdpConfig, UdpError, UdpPort};
+use sumac_hal::udp::UdpConfig;
 use thiserror::Error;
 
 /// Why devices can't be reached, or not be trusted.
@@ -29,7 +30,7 @@ pub(super) enum ProbeError {
     NoTree(String),
     /// The data port.
     #[error("data port: {0}")]
-    Port(#[from] UdpError),
+    Port(#[from] HostedError),
     /// It can't be posted.
     #[error(transparent)]
     Post(#[from] PostError),
@@ -55,21 +56,21 @@ pub(super) enum ProbeError {
 /// A rank that is the only one of its job. Dropping it ends the job in good order, whatever came of the test.
 pub(super) struct Probe {
     session: Option<Session>,
-    driver: TreeDriver<UdpPort>,
+    driver: TreeDriver<HostedPort>,
     buffer: OneBuffer,
     sent: Vec<u8>,
     timeout: Duration,
 }
 
 impl Probe {
-    /// Join a job of one rank on `devices`, the root first.
+    /// Join a job of one rank on `devices`, the root first; by packets over UDP, or over the RDMA port `verbs`.
     pub(super) fn join(
         controller: SocketAddr,
         (job, terms): (String, Terms),
         devices: Vec<String>,
-        timeout: Duration,
+        (timeout, verbs): (Duration, Option<&str>),
     ) -> Result<Self, ProbeError> {
-        let port = UdpPort::bind(SocketAddr::new(controller.ip(), 0), &UdpConfig::default())?;
+        let port = HostedPort::open(SocketAddr::new(controller.ip(), 0), &UdpConfig::default(), verbs)?;
         let request = JoinRequest {
             job,
             rank: Rank(0),
@@ -81,7 +82,7 @@ impl Probe {
             repair_addr: SocketAddr::new(controller.ip(), 0),
             max_packet_len_bytes: u32::try_from(port.capabilities().max_packet_len_bytes).unwrap_or(u32::MAX),
             // Links are what is tested.
-            attach: Attach::Udp,
+            attach: if verbs.is_some() { Attach::Verbs } else { Attach::Udp },
             machine: None,
             terms,
         };

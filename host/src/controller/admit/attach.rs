@@ -4,12 +4,15 @@
 //! |---|---|---|
 //! | auto | by reference | by packets; the log says why |
 //! | shm | by reference | no tree, for that reason |
-//! | udp | by packets | by packets |
+//! | udp, verbs | by packets | by packets |
+//!
+//! Packets go the way by which the device receives them: there is no tree for a rank that sends by another, over UDP to a
+//! device over verbs or the other way round.
 //!
 //! A leaf whose device has no room for redo slots takes all its ranks' packets, or, if one of them insists on shared
 //! memory, there is no tree.
 
-use super::Placement;
+use super::{PlacedNode, Placement};
 use crate::controller::proto::{Attach, JoinRequest};
 use sumac_hal::ctrl::{Announce, ChildMask};
 use thiserror::Error;
@@ -41,7 +44,7 @@ enum ByPackets<'a> {
 
 /// Tell whether a rank can contribute by reference to a device, and is willing to.
 fn by_reference<'a>(request: &'a JoinRequest, device: &'a Announce) -> Result<(), ByPackets<'a>> {
-    if request.attach == Attach::Udp {
+    if !request.attach.may_share_memory() {
         return Err(ByPackets::Asked);
     }
     let shards = device.data_addrs.len();
@@ -72,6 +75,7 @@ impl Placement {
             if request.attach == Attach::Shm {
                 return Err(refusal(request, device, &why.to_string()));
             }
+            by_its_packets(request, node)?;
             tracing::debug!(job = request.job, %rank, device, %why, "contributes by packets");
         }
         Ok(())
@@ -86,6 +90,8 @@ impl Placement {
         if let Some((request, _)) = there.find(|(request, _)| request.attach == Attach::Shm) {
             return Err(refusal(request, device, why));
         }
+        let mut there = requests.iter().zip(&self.ranks).filter(|(_, (leaf, _))| *leaf == index);
+        there.try_for_each(|(request, _)| by_its_packets(request, node))?;
         tracing::warn!(group = %self.group, device, why, "its ranks contribute by packets instead of by reference");
         node.by_reference = ChildMask::EMPTY;
         Ok(())
@@ -103,6 +109,21 @@ impl Placement {
 
     pub(super) fn all_by_reference(&self) -> bool {
         self.ranks_by_reference() == self.ranks.len() as u32
+    }
+}
+
+/// Check that a rank sends packets by the way by which a device receives them.
+fn by_its_packets(request: &JoinRequest, node: &PlacedNode) -> Result<(), String> {
+    let (rank, device) = (request.rank, node.device.name());
+    match (request.attach == Attach::Verbs, node.over_verbs()) {
+        (true, false) => Err(format!(
+            "{rank} sends over verbs, and its leaf device {device} receives over UDP; start the device with --verbs, or \
+             let the rank attach as `auto` or `udp`"
+        )),
+        (false, true) => Err(format!(
+            "{rank} sends over UDP, and its leaf device {device} receives over verbs; let the rank attach as `verbs`"
+        )),
+        _ => Ok(()),
     }
 }
 

@@ -60,6 +60,7 @@ fn tree(rank: Rank, socket: &str) -> TreeMembership {
         ops: u32::MAX,
         collectives: u32::MAX,
         ranks_by_reference: 2,
+        over_verbs: false,
     };
     TreeMembership {
         group: GROUP,

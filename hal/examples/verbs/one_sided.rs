@@ -1,0 +1,164 @@
+//! Connections by which one side reads and writes the other's memory: what they do, and what they must not.
+
+use super::{LIMIT, allocations};
+use std::time::{Duration, Instant};
+use sumac_hal::verbs::{
+    ExposedRegion, LinkError, OneSided, PostError, Progress, RemoteRegion, VerbsConfig, VerbsDomain, VerbsLink,
+};
+
+/// Bytes of each region.
+const LEN: usize = 1 << 20;
+
+fn domain(link: &VerbsLink) -> VerbsDomain {
+    VerbsDomain::open(&VerbsConfig { link: link.clone(), ..VerbsConfig::default() }).expect("a domain")
+}
+
+fn connected(a: &VerbsDomain, b: &VerbsDomain) -> (OneSided, OneSided) {
+    let (mut one, mut other) = (a.one_sided().expect("an end"), b.one_sided().expect("an end"));
+    one.connect(&other.end()).expect("connected");
+    other.connect(&one.end()).expect("connected");
+    (one, other)
+}
+
+/// Let what is queued leave, and wait until it is complete or has failed.
+pub(crate) fn finish(link: &mut OneSided, count: u64) -> Progress {
+    link.flush();
+    let start = Instant::now();
+    loop {
+        let progress = link.poll();
+        if progress.done >= count || progress.error.is_some() {
+            return progress;
+        }
+        assert!(start.elapsed() < LIMIT, "neither done nor failed: {link:?}");
+        std::thread::sleep(Duration::from_micros(50));
+    }
+}
+
+pub(crate) fn bytes(region: &ExposedRegion) -> Vec<u8> {
+    let mut bytes = vec![0; region.len_bytes()];
+    region.read(0, &mut bytes).expect("all of it");
+    bytes
+}
+
+/// All checks, between two links.
+pub(crate) fn run(links: &[VerbsLink]) {
+    let [here, there, ..] = links else { panic!("two links") };
+    let (a, b) = (domain(here), domain(there));
+    moves(&a, &b);
+    bounds_and_strangers(&a, &b);
+    fenced(&a, &b);
+    gone(&a, &b);
+    cycles(&a, &b);
+}
+
+/// A chain of reads, then of writes, is one post and one completion each, and allocates nothing.
+fn moves(a: &VerbsDomain, b: &VerbsDomain) {
+    const PIECE: u64 = 64 << 10;
+    let (mut near, mut far) = (a.expose(LEN).expect("memory"), b.expose(LEN).expect("memory"));
+    let values: Vec<u8> = (0..LEN).map(|i| (i * 31 % 251) as u8).collect();
+    far.write(0, &values).expect("inside");
+    let (mut link, _peer) = connected(a, b);
+    let remote = far.remote();
+    let before = allocations();
+    for at in (0..LEN as u64).step_by(PIECE as usize) {
+        link.read((&mut near, at), (&remote, at), PIECE).expect("room");
+    }
+    let count = LEN as u64 / PIECE;
+    assert_eq!(finish(&mut link, count), Progress { done: count, error: None });
+    assert_eq!(allocations(), before, "allocations on the data path");
+    assert!(bytes(&near) == values, "what was read");
+    near.write(7, &[0xee; 100]).expect("inside");
+    link.write((&near, 7), (&remote, 1000), 100).expect("room");
+    assert_eq!(finish(&mut link, count + 1).error, None);
+    assert_eq!(
+        (bytes(&far)[999], &bytes(&far)[1000..1100], bytes(&far)[1100]),
+        (values[999], &[0xee; 100][..], values[1100])
+    );
+    println!("{count} reads of {PIECE} bytes and a write");
+}
+
+/// What is outside is refused here by its range, and there by the hardware; another connection does not notice.
+fn bounds_and_strangers(a: &VerbsDomain, b: &VerbsDomain) {
+    let (mut near, mut far) = (a.expose(LEN).expect("memory"), b.expose(4096).expect("memory"));
+    let (mut honest, _peer) = connected(a, b);
+    let remote = far.remote();
+    let outside = honest.write((&near, 0), (&remote, 4000), 97).expect_err("the range is checked");
+    assert!(matches!(outside, PostError::Range(error) if error.region_len_bytes == 4096), "{outside}");
+    let outside = honest.read((&mut near, LEN as u64), (&remote, 0), 1).expect_err("here as well");
+    assert!(matches!(outside, PostError::Range(_)), "{outside}");
+    let before = bytes(&far);
+    near.write(0, &[0x55; 4096]).expect("inside");
+    let revoked = remote;
+    far.revoke().expect("another key");
+    assert_eq!(far.remote().generation, 1);
+    let forged = [
+        ("a longer region", RemoteRegion { len_bytes: 1 << 30, ..far.remote() }, 4000),
+        ("an address before it", RemoteRegion { addr: far.remote().addr - 64, ..far.remote() }, 0),
+        ("a key that is nobody's", RemoteRegion { rkey: far.remote().rkey ^ 0xff, ..far.remote() }, 0),
+        ("a key that was revoked", revoked, 0),
+    ];
+    for (what, region, offset) in forged {
+        let (mut hostile, _victim) = connected(a, b);
+        hostile.write((&near, 0), (&region, offset), 4096).expect("its own bounds are kept");
+        let progress = finish(&mut hostile, 1);
+        assert_eq!(progress, Progress { done: 0, error: Some(LinkError::RemoteAccess) }, "{what}");
+        assert!(bytes(&far) == before, "{what}: nothing was written");
+        println!("{what}: {}", progress.error.expect("an error"));
+        let after = hostile.write((&near, 0), (&far.remote(), 0), 1).expect_err("the connection is at its end");
+        assert_eq!(after, PostError::Link(LinkError::RemoteAccess));
+    }
+    honest.write((&near, 0), (&far.remote(), 0), 4096).expect("room");
+    assert_eq!(finish(&mut honest, 1), Progress { done: 1, error: None });
+    assert!(bytes(&far) == [0x55; 4096], "who was told the new key writes on");
+}
+
+/// After a fence a peer that goes on writing changes nothing, by this connection or another.
+fn fenced(a: &VerbsDomain, b: &VerbsDomain) {
+    let (mut near, mut far) = (a.expose(LEN).expect("memory"), b.expose(LEN).expect("memory"));
+    near.write(0, &[9; LEN]).expect("inside");
+    let (mut writer, mut owner) = connected(a, b);
+    let (mut second, _second_owner) = connected(a, b);
+    let remote = far.remote();
+    let mut rounds = 0;
+    // In the middle of a stream of writes.
+    for _ in 0..64 {
+        writer.write((&near, 0), (&remote, 0), LEN as u64).expect("room");
+    }
+    writer.flush();
+    while bytes(&far)[0] != 9 {
+        rounds += 1;
+        assert!(rounds < 1_000_000, "no write takes effect");
+    }
+    owner.fence([&mut far]).expect("fenced");
+    far.write(0, &[1; LEN]).expect("inside");
+    let progress = finish(&mut writer, 64);
+    assert!(progress.done < 64, "some were on their way");
+    assert!(matches!(progress.error, Some(LinkError::PeerGone | LinkError::RemoteAccess)), "{progress:?}");
+    second.write((&near, 0), (&remote, 0), LEN as u64).expect("room");
+    assert_eq!(finish(&mut second, 1).error, Some(LinkError::RemoteAccess));
+    assert!(bytes(&far) == [1; LEN], "nothing was written after the fence");
+    let own = owner.write((&far, 0), (&near.remote(), 0), 1).expect_err("fenced here");
+    assert_eq!(own, PostError::Link(LinkError::Fenced));
+    println!("fenced after {} of 64 writes: {}", progress.done, progress.error.expect("an error"));
+}
+
+/// A peer that is gone is a named error, in a time that has a limit.
+fn gone(a: &VerbsDomain, b: &VerbsDomain) {
+    let (near, far) = (a.expose(4096).expect("memory"), b.expose(4096).expect("memory"));
+    let (mut link, peer) = connected(a, b);
+    drop(peer);
+    link.write((&near, 0), (&far.remote(), 0), 4096).expect("room");
+    let start = Instant::now();
+    assert_eq!(finish(&mut link, 1).error, Some(LinkError::PeerGone));
+    println!("a dead peer is noticed after {} ms", start.elapsed().as_millis());
+}
+
+/// A thousand connections that are made, used and ended leave nothing behind in this process.
+fn cycles(a: &VerbsDomain, b: &VerbsDomain) {
+    let (near, far) = (a.expose(4096).expect("memory"), b.expose(4096).expect("memory"));
+    super::cycles(|| {
+        let (mut link, _peer) = connected(a, b);
+        link.write((&near, 0), (&far.remote(), 0), 64).expect("room");
+        assert_eq!(finish(&mut link, 1).error, None);
+    });
+}

@@ -1,0 +1,199 @@
+//! What a verbs port is set up with, why it can't be, and what it counts.
+
+use std::io;
+use std::net::IpAddr;
+use std::str::FromStr;
+use std::time::Duration;
+use thiserror::Error;
+
+/// Which port of which RDMA device, and which of its identifiers: `DEVICE[:PORT[:GID-INDEX]]`, or `auto`.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct VerbsLink {
+    /// The device; `None`: the first with an active port.
+    pub device: Option<String>,
+    /// The port, counted from 1; `None`: the first that is active.
+    pub port: Option<u8>,
+    /// The index in the port's table of identifiers; `None`: RoCE version 2 over the address asked for or else over any
+    /// of IPv4, then over one of IPv6, then what there is.
+    pub gid_index: Option<u8>,
+}
+
+/// What names no port.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("{0:?} names no RDMA port; give DEVICE, DEVICE:PORT or DEVICE:PORT:GID-INDEX, as in mlx5_0:1:3, or auto")]
+pub struct NoLink(String);
+
+impl FromStr for VerbsLink {
+    type Err = NoLink;
+
+    fn from_str(text: &str) -> Result<Self, NoLink> {
+        let wrong = || NoLink(text.to_owned());
+        let mut parts = text.split(':');
+        let device = parts.next().filter(|device| !device.is_empty()).ok_or_else(wrong)?;
+        let mut number = || parts.next().map(|part| part.parse::<u8>().map_err(|_| wrong())).transpose();
+        let (port, gid_index) = (number()?, number()?);
+        if port == Some(0) || parts.next().is_some() || device == AUTO && port.is_some() {
+            return Err(wrong());
+        }
+        Ok(Self { device: (device != AUTO).then(|| device.to_owned()), port, gid_index })
+    }
+}
+
+/// The name of whatever port is active.
+const AUTO: &str = "auto";
+
+/// How to set up a [`VerbsPort`](super::VerbsPort).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VerbsConfig {
+    /// Which port.
+    pub link: VerbsLink,
+    /// The address that its identifier should be, where the link does not say which identifier.
+    pub prefer: Option<IpAddr>,
+    /// How many bytes of packets of 1 KiB and more to hold for a receiver that is not looking. The device may take fewer
+    /// packets (`max_qp_wr`): the capabilities say what there is.
+    pub receive_buffer_bytes: usize,
+    /// How long `wait` looks for packets before it yields and then sleeps.
+    pub spin: Duration,
+}
+
+impl Default for VerbsConfig {
+    fn default() -> Self {
+        Self { link: VerbsLink::default(), prefer: None, receive_buffer_bytes: 1 << 20, spin: Duration::ZERO }
+    }
+}
+
+/// Why a verbs port can't be opened.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum VerbsError {
+    /// The library can't list devices.
+    #[error(
+        "can't list RDMA devices: {source}; load ib_uverbs and the device's driver (modprobe), or rdma_rxe for Soft-RoCE"
+    )]
+    Devices {
+        /// What it said.
+        source: io::Error,
+    },
+    /// There is no device of this name.
+    #[error("there is no RDMA device {wanted}; there are: {}", list(have))]
+    NoDevice {
+        /// Which was asked for.
+        wanted: String,
+        /// Which there are.
+        have: Vec<String>,
+    },
+    /// Nothing that is up.
+    #[error("no port of {device} is active; see `rdma link`, and that its network interface is up")]
+    NotActive {
+        /// Which device was asked for.
+        device: String,
+    },
+    /// No identifier by which peers could send to the port.
+    #[error("port {port} of {device} has no identifier{}; see that its network interface has an IP address",
+            index.map_or_else(String::new, |index| format!(" at index {index}")))]
+    NoGid {
+        /// The device.
+        device: String,
+        /// The port.
+        port: u8,
+        /// The index asked for.
+        index: Option<u8>,
+    },
+    /// Memory can't be registered.
+    #[error(
+        "can't register {len_bytes} bytes with the RDMA device: {source}; raise the limit of locked memory (ulimit -l, LimitMEMLOCK=)"
+    )]
+    Register {
+        /// How much.
+        len_bytes: usize,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The library or the kernel refused.
+    #[error("{device}: can't {what}: {source}")]
+    Refused {
+        /// What was tried.
+        what: &'static str,
+        /// On which device.
+        device: String,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+impl VerbsError {
+    /// Make an error of what the system said last.
+    pub(super) fn last(what: &'static str, device: &str) -> Self {
+        Self::Refused { what, device: device.into(), source: io::Error::last_os_error() }
+    }
+}
+
+fn list(names: &[String]) -> String {
+    if names.is_empty() { "none".into() } else { names.join(", ") }
+}
+
+/// What a port has counted since it was opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct VerbsStats {
+    /// Packets that the device took.
+    pub sent_packets: u64,
+    /// Their bytes.
+    pub sent_bytes: u64,
+    /// Those of them that went with their requests, so that the device had no memory to read.
+    pub sent_inline: u64,
+    /// Calls that posted packets.
+    pub send_posts: u64,
+    /// Completions of sent packets: one a post.
+    pub send_completions: u64,
+    /// Packets dropped here: impossible destinations, or such that no way leads to, or lost in a restart of the queue
+    /// pair.
+    pub send_dropped_packets: u64,
+    /// Packets that arrived.
+    pub received_packets: u64,
+    /// Their bytes.
+    pub received_bytes: u64,
+    /// Looks at the completion queue of packets that arrive, empty ones included.
+    pub receive_polls: u64,
+    /// Calls that gave buffers back to the device.
+    pub receive_posts: u64,
+    /// Packets dropped that did not say from where, were empty or too long, and receptions that failed.
+    pub receive_errors: u64,
+    /// Restarts of the queue pair after an error.
+    pub restarts: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_are_named_as_elsewhere_in_the_field() {
+        let link = |device: &str, port, gid_index| Ok(VerbsLink { device: Some(device.into()), port, gid_index });
+        assert_eq!("auto".parse(), Ok(VerbsLink::default()));
+        assert_eq!("mlx5_0".parse(), link("mlx5_0", None, None));
+        assert_eq!("mlx5_0:1".parse(), link("mlx5_0", Some(1), None));
+        assert_eq!("rxe3:2:255".parse(), link("rxe3", Some(2), Some(255)));
+        for text in ["", ":1", "a:0", "a:x", "a:1:256", "a:1:1:1", "auto:1", "a:"] {
+            assert_eq!(text.parse::<VerbsLink>(), Err(NoLink(text.into())));
+        }
+    }
+
+    #[test]
+    fn the_page_names_every_error() {
+        let page = include_str!("README.md");
+        let source = || io::Error::from_raw_os_error(12);
+        let errors = [
+            VerbsError::Devices { source: source() },
+            VerbsError::NoDevice { wanted: "a".into(), have: Vec::new() },
+            VerbsError::NotActive { device: "a".into() },
+            VerbsError::NoGid { device: "a".into(), port: 1, index: Some(3) },
+            VerbsError::Register { len_bytes: 1, source: source() },
+            VerbsError::Refused { what: "create a queue pair", device: "a".into(), source: source() },
+        ];
+        let named: Vec<&str> = page.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next()).collect();
+        for text in errors.iter().map(ToString::to_string).chain([NoLink("a:b".into()).to_string()]) {
+            assert!(named.iter().any(|words| words.len() > 10 && text.contains(words)), "{text}");
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! A queue pair for unreliable datagrams, and the ways that they go by.
+
+use super::config::VerbsError;
+use super::objects::{Completions, Domain, GidEntry};
+use super::pair::QueuePair;
+use ibverbs_sys as ibv;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// A way to a port, by which a queue pair sends datagrams.
+pub(super) struct Path {
+    raw: NonNull<ibv::ibv_ah>,
+    _domain: Arc<Domain>,
+}
+
+// SAFETY: as of `Context`.
+unsafe impl Send for Path {}
+
+impl Path {
+    /// Make a way from the identifier `from` to the port of `gid` and `lid`. On RoCE the kernel looks up the link address
+    /// meanwhile, which takes as long as the other host takes to answer, at most about a second.
+    pub(super) fn new(domain: &Arc<Domain>, from: &GidEntry, gid: [u8; 16], lid: u16) -> Result<Self, VerbsError> {
+        let mut attr = way(from, gid, lid);
+        // SAFETY: a domain, and attributes that are read only.
+        let raw = NonNull::new(unsafe { ibv::ibv_create_ah(domain.raw.as_ptr(), &raw mut attr) });
+        let raw = raw.ok_or_else(|| VerbsError::last("find the way to a peer", &domain.context.name))?;
+        Ok(Self { raw, _domain: Arc::clone(domain) })
+    }
+
+    pub(super) fn as_ptr(&self) -> *mut ibv::ibv_ah {
+        self.raw.as_ptr()
+    }
+}
+
+impl Drop for Path {
+    fn drop(&mut self) {
+        // SAFETY: given back once, when nothing that goes by it is on its way.
+        unsafe { ibv::ibv_destroy_ah(self.raw.as_ptr()) };
+    }
+}
+
+/// Describe the way from the identifier `from` to the port of `gid` and `lid`.
+pub(super) fn way(from: &GidEntry, gid: [u8; 16], lid: u16) -> ibv::ibv_ah_attr {
+    ibv::ibv_ah_attr {
+        grh: ibv::ibv_global_route {
+            dgid: ibv::ibv_gid { raw: gid },
+            sgid_index: from.index,
+            hop_limit: HOP_LIMIT,
+            traffic_class: ECT_0,
+            ..ibv::ibv_global_route::default()
+        },
+        dlid: lid,
+        is_global: 1,
+        port_num: from.port,
+        ..ibv::ibv_ah_attr::default()
+    }
+}
+
+/// As far as a packet may go: the default of Linux for IP.
+const HOP_LIMIT: u8 = 64;
+
+/// ECN-capable transport, ECT(0) (RFC 3168, section 5).
+const ECT_0: u8 = 0b10;
+
+/// A queue pair for unreliable datagrams.
+pub(super) struct Datagrams {
+    pub(super) pair: QueuePair,
+    port: u8,
+    pub(super) max_inline_len_bytes: usize,
+}
+
+/// The key of all queue pairs of this kind, without which a datagram is dropped by the hardware. It is no secret: it keeps
+/// the packets of other programs away ("SUMA" in ASCII; the top bit is the system's).
+pub(super) const Q_KEY: u32 = 0x5355_4d41;
+
+impl Datagrams {
+    /// Make a queue pair with room for so many packets on their way out and in; it is not ready yet.
+    pub(super) fn new(
+        domain: &Arc<Domain>,
+        port: u8,
+        (send, sends): (&Arc<Completions>, usize),
+        (receive, receives): (&Arc<Completions>, usize),
+    ) -> Result<Self, VerbsError> {
+        let count = |n| u32::try_from(n).unwrap_or(u32::MAX);
+        let with_inline = |max_inline_data| {
+            let cap = ibv::ibv_qp_cap {
+                max_send_wr: count(sends),
+                max_recv_wr: count(receives),
+                max_send_sge: 1,
+                max_recv_sge: 1,
+                max_inline_data,
+            };
+            QueuePair::new(domain, ibv::ibv_qp_type::IBV_QPT_UD, (send, receive), cap)
+        };
+        // What is sent inline is a wish: not all devices have so much.
+        let (pair, max_inline_len_bytes) = with_inline(INLINE_LEN_BYTES).or_else(|_| with_inline(0))?;
+        Ok(Self { pair, port, max_inline_len_bytes })
+    }
+
+    /// Make it ready to receive and to send, from whatever state it is in.
+    pub(super) fn start(&mut self) -> Result<(), VerbsError> {
+        use ibv::ibv_qp_attr_mask as mask;
+        use ibv::ibv_qp_state as state;
+        let steps = [
+            (state::IBV_QPS_RESET, mask(0)),
+            (state::IBV_QPS_INIT, mask::IBV_QP_PKEY_INDEX | mask::IBV_QP_PORT | mask::IBV_QP_QKEY),
+            (state::IBV_QPS_RTR, mask(0)),
+            (state::IBV_QPS_RTS, mask::IBV_QP_SQ_PSN),
+        ];
+        steps.into_iter().try_for_each(|(qp_state, further)| {
+            let attr = ibv::ibv_qp_attr { qp_state, qkey: Q_KEY, port_num: self.port, ..ibv::ibv_qp_attr::default() };
+            self.pair.modify(attr, further)
+        })
+    }
+}
+
+/// What is to be sent with the request itself: a header of the wire, and small payloads.
+const INLINE_LEN_BYTES: u32 = 192;

@@ -1,0 +1,379 @@
+//! A connection by which one side reads and writes the other's memory (RDMA READ and WRITE; a reliable connection).
+//!
+//! Both ends say who they are ([`OneSided::end`]) over the control plane, and connect to each other. Operations are queued
+//! and leave together: a flush posts once and asks for one completion, for the last; as a reliable connection completes in
+//! order, that one tells of all before it. The hardware sends again what is lost; a peer that does not answer for some
+//! seconds is gone ([`LinkError::PeerGone`]).
+//!
+//! Invariants:
+//! - Queueing, flushing and polling take no lock and allocate nothing.
+//! - `done <= posted <= written <= done + OPERATIONS`.
+//! - The first error ends the connection: what was queued behind it has not taken place, or not wholly.
+//! - After [`OneSided::fence`] nothing that the peer has begun by this connection takes effect in memory of this side.
+
+use super::config::VerbsError;
+use super::datagrams::way;
+use super::objects::Completions;
+use super::pair::QueuePair;
+use super::region::{ExposedRegion, RegionError, RemoteRegion, VerbsDomain};
+use ibverbs_sys as ibv;
+use serde::{Deserialize, Serialize};
+use std::ptr;
+use std::sync::Arc;
+use thiserror::Error;
+
+/// Operations in flight.
+const OPERATIONS: usize = 128;
+
+/// Completions taken in one look.
+const BATCH: usize = 16;
+
+/// 4.096 us * 2^14, so 67 ms, without an acknowledgement: sent again, so often (InfiniBand Architecture Specification,
+/// 9.7.6.1.3). One more would be for ever: to every device for a peer that is not ready, to Soft-RoCE also for one that is
+/// silent.
+const TIMEOUT: u8 = 14;
+const RETRIES: u8 = 6;
+
+/// How often a stopped connection is asked for what it has left.
+const DRAIN_LOOKS: u32 = 100_000;
+
+/// An end of a connection, as the other has to know it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OneSidedEnd {
+    /// Its port's global identifier.
+    pub gid: [u8; 16],
+    /// Its port's local identifier; 0 on RoCE.
+    pub lid: u16,
+    /// Its queue pair.
+    pub qpn: u32,
+    /// The number of its first packet, of 24 bits.
+    pub psn: u32,
+    /// The longest packet of its port in bytes.
+    pub mtu_bytes: u16,
+}
+
+/// Why a connection is at its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum LinkError {
+    /// The peer's hardware does not let us there: a range outside, a key that was revoked, or of somebody else.
+    #[error("the peer's memory is not open to this access")]
+    RemoteAccess,
+    /// The peer does not answer.
+    #[error("the peer does not answer")]
+    PeerGone,
+    /// The connection was fenced here.
+    #[error("the connection was ended here")]
+    Fenced,
+    /// Something else, by its number in `enum ibv_wc_status`.
+    #[error("the RDMA device says status {0}")]
+    Status(u32),
+}
+
+/// Why an operation was not queued.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum PostError {
+    /// As many as can be are in flight: flush and poll.
+    #[error("{OPERATIONS} operations are in flight: flush and poll")]
+    Full,
+    /// The range here, or there.
+    #[error(transparent)]
+    Range(#[from] RegionError),
+    /// Longer than any message.
+    #[error("{len_bytes} bytes in one operation; the limit is {MESSAGE_MAX_BYTES}")]
+    Length {
+        /// What was asked for.
+        len_bytes: u64,
+    },
+    /// The connection is at its end.
+    #[error(transparent)]
+    Link(#[from] LinkError),
+}
+
+/// The longest operation: that of Soft-RoCE, the shortest known.
+const MESSAGE_MAX_BYTES: u64 = 8 << 20;
+
+/// How far the operations of a connection are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Progress {
+    /// All operations of a lower number are complete.
+    pub done: u64,
+    /// What ended the connection: the operation `done` is the one that failed.
+    pub error: Option<LinkError>,
+}
+
+/// An end of a connection.
+pub struct OneSided {
+    pair: QueuePair,
+    completions: Arc<Completions>,
+    requests: Box<[ibv::ibv_send_wr]>,
+    pieces: Box<[ibv::ibv_sge]>,
+    taken: [ibv::ibv_wc; BATCH],
+    written: u64,
+    posted: u64,
+    done: u64,
+    error: Option<LinkError>,
+    /// Completions of what was posted last, also failed ones.
+    returned: u64,
+    end: OneSidedEnd,
+    from: super::objects::GidEntry,
+    reads: u8,
+}
+
+// SAFETY: the requests point to pieces of this connection, which moves as a whole.
+unsafe impl Send for OneSided {}
+
+impl OneSided {
+    pub(super) fn new(domain: &VerbsDomain) -> Result<Self, VerbsError> {
+        let context = &domain.domain.context;
+        let completions = Completions::new(context, OPERATIONS, None)?;
+        let cap = ibv::ibv_qp_cap {
+            max_send_wr: OPERATIONS as u32,
+            // Nothing is received, which some devices take for a mistake.
+            max_recv_wr: 1,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline_data: 0,
+        };
+        let kind = ibv::ibv_qp_type::IBV_QPT_RC;
+        let (mut pair, _) = QueuePair::new(&domain.domain, kind, (&completions, &completions), cap)?;
+        let access = ibv::ibv_access_flags::IBV_ACCESS_REMOTE_READ | ibv::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE;
+        let attr = ibv::ibv_qp_attr {
+            qp_state: ibv::ibv_qp_state::IBV_QPS_INIT,
+            port_num: domain.gid.port,
+            qp_access_flags: access.0,
+            ..ibv::ibv_qp_attr::default()
+        };
+        use ibv::ibv_qp_attr_mask as mask;
+        pair.modify(attr, mask::IBV_QP_PKEY_INDEX | mask::IBV_QP_PORT | mask::IBV_QP_ACCESS_FLAGS)?;
+        let mut pieces: Box<[_]> = (0..OPERATIONS).map(|_| ibv::ibv_sge::default()).collect();
+        let request =
+            |piece: &mut ibv::ibv_sge| ibv::ibv_send_wr { sg_list: piece, num_sge: 1, ..ibv::ibv_send_wr::default() };
+        let requests = pieces.iter_mut().map(request).collect();
+        let end = OneSidedEnd {
+            gid: domain.gid.gid,
+            lid: if domain.attr.is_ethernet { 0 } else { domain.attr.lid },
+            qpn: pair.number(),
+            psn: random_psn(context)?,
+            // At most 4096.
+            mtu_bytes: domain.attr.mtu_bytes as u16,
+        };
+        Ok(Self {
+            pair,
+            completions,
+            requests,
+            pieces,
+            taken: [ibv::ibv_wc::default(); BATCH],
+            written: 0,
+            posted: 0,
+            done: 0,
+            error: None,
+            returned: 0,
+            end,
+            from: domain.gid,
+            reads: domain.reads,
+        })
+    }
+
+    /// Return what the other end has to know.
+    pub const fn end(&self) -> OneSidedEnd {
+        self.end
+    }
+
+    /// Connect to the other end, which does the same.
+    ///
+    /// # Errors
+    /// [`VerbsError`], also if the other host is not found.
+    pub fn connect(&mut self, peer: &OneSidedEnd) -> Result<(), VerbsError> {
+        use ibv::ibv_qp_attr_mask as mask;
+        let mtu_bytes = peer.mtu_bytes.min(self.end.mtu_bytes).max(256);
+        let attr = ibv::ibv_qp_attr {
+            qp_state: ibv::ibv_qp_state::IBV_QPS_RTR,
+            // 256 bytes are 1, each doubling one more (enum ibv_mtu).
+            path_mtu: mtu_bytes.ilog2() - 7,
+            dest_qp_num: peer.qpn & PSN_MASK,
+            rq_psn: peer.psn & PSN_MASK,
+            max_dest_rd_atomic: self.reads,
+            min_rnr_timer: 12,
+            ah_attr: way(&self.from, peer.gid, peer.lid),
+            ..ibv::ibv_qp_attr::default()
+        };
+        let further = mask::IBV_QP_AV
+            | mask::IBV_QP_PATH_MTU
+            | mask::IBV_QP_DEST_QPN
+            | mask::IBV_QP_RQ_PSN
+            | mask::IBV_QP_MAX_DEST_RD_ATOMIC
+            | mask::IBV_QP_MIN_RNR_TIMER;
+        self.pair.modify(attr, further)?;
+        let attr = ibv::ibv_qp_attr {
+            qp_state: ibv::ibv_qp_state::IBV_QPS_RTS,
+            sq_psn: self.end.psn,
+            timeout: TIMEOUT,
+            retry_cnt: RETRIES,
+            rnr_retry: RETRIES,
+            max_rd_atomic: self.reads,
+            ..ibv::ibv_qp_attr::default()
+        };
+        let further = mask::IBV_QP_SQ_PSN
+            | mask::IBV_QP_TIMEOUT
+            | mask::IBV_QP_RETRY_CNT
+            | mask::IBV_QP_RNR_RETRY
+            | mask::IBV_QP_MAX_QP_RD_ATOMIC;
+        self.pair.modify(attr, further)
+    }
+
+    /// Queue: read `len_bytes` at `there.1` of the peer's region into this side's at `here.1`. Returns the operation's
+    /// number.
+    ///
+    /// # Errors
+    /// [`PostError`]; nothing is queued then.
+    pub fn read(
+        &mut self,
+        here: (&mut ExposedRegion, u64),
+        there: (&RemoteRegion, u64),
+        len_bytes: u64,
+    ) -> Result<u64, PostError> {
+        self.queue(ibv::ibv_wr_opcode::IBV_WR_RDMA_READ, (here.0, here.1), there, len_bytes)
+    }
+
+    /// Queue: write `len_bytes` of this side's region at `here.1` to the peer's at `there.1`. Returns the operation's number.
+    ///
+    /// # Errors
+    /// [`PostError`]; nothing is queued then.
+    pub fn write(
+        &mut self,
+        here: (&ExposedRegion, u64),
+        there: (&RemoteRegion, u64),
+        len_bytes: u64,
+    ) -> Result<u64, PostError> {
+        self.queue(ibv::ibv_wr_opcode::IBV_WR_RDMA_WRITE, here, there, len_bytes)
+    }
+
+    fn queue(
+        &mut self,
+        opcode: ibv::ibv_wr_opcode::Type,
+        here: (&ExposedRegion, u64),
+        there: (&RemoteRegion, u64),
+        len_bytes: u64,
+    ) -> Result<u64, PostError> {
+        self.error.map_or(Ok(()), Err)?;
+        let length = u32::try_from(len_bytes).ok().filter(|_| len_bytes <= MESSAGE_MAX_BYTES);
+        let length = length.ok_or(PostError::Length { len_bytes })?;
+        let (addr, lkey) = here.0.local(here.1, len_bytes)?;
+        let remote_addr = there.0.at(there.1, len_bytes)?;
+        if self.written - self.done >= OPERATIONS as u64 {
+            return Err(PostError::Full);
+        }
+        let nth = self.written;
+        self.pieces[place(nth)] = ibv::ibv_sge { addr, length, lkey };
+        let request = &mut self.requests[place(nth)];
+        (request.wr_id, request.opcode, request.send_flags) = (nth, opcode, 0);
+        request.wr.rdma = ibv::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr, rkey: there.0.rkey };
+        self.written += 1;
+        Ok(nth)
+    }
+
+    /// Let what is queued leave.
+    pub fn flush(&mut self) {
+        if self.posted == self.written || self.error.is_some() {
+            return;
+        }
+        for nth in self.posted..self.written {
+            let is_last = nth + 1 == self.written;
+            let next: *mut _ = if is_last { ptr::null_mut() } else { &raw mut self.requests[place(nth + 1)] };
+            let request = &mut self.requests[place(nth)];
+            request.next = next;
+            if is_last {
+                request.send_flags = ibv::ibv_send_flags::IBV_SEND_SIGNALED.0;
+            }
+        }
+        let first = &raw mut self.requests[place(self.posted)];
+        // SAFETY: the chain is of this connection's requests, which stay where they are, as their pieces do; regions that
+        // are dropped meanwhile are deregistered before their memory goes, so that the device refuses them.
+        match unsafe { self.pair.post_send(first) } {
+            Ok(()) => self.posted = self.written,
+            Err(errno) => self.error = Some(LinkError::Status(errno.unsigned_abs())),
+        }
+    }
+
+    /// Look how far the operations are.
+    pub fn poll(&mut self) -> Progress {
+        loop {
+            let count = self.completions.poll(&mut self.taken);
+            for completion in &self.taken[..count] {
+                let nth = completion.wr_id();
+                self.returned = self.returned.max(nth + 1);
+                if self.error.is_some() {
+                    continue;
+                }
+                match error_of(completion) {
+                    None => self.done = nth + 1,
+                    // In order: what is before it is complete.
+                    error => (self.done, self.error) = (nth, error),
+                }
+            }
+            if count < BATCH {
+                return Progress { done: self.done, error: self.error };
+            }
+        }
+    }
+
+    /// End the connection: afterwards nothing that the peer has begun takes effect in memory of this side, and what this
+    /// side has begun is complete or will not be. What this peer had keys of is revoked, so that it can't come by another
+    /// connection either.
+    ///
+    /// # Errors
+    /// [`VerbsError`]: then the peer may still reach the regions, and they must not be trusted.
+    pub fn fence<'a>(&mut self, regions: impl IntoIterator<Item = &'a mut ExposedRegion>) -> Result<(), VerbsError> {
+        self.pair.stop()?;
+        for _ in 0..DRAIN_LOOKS {
+            self.poll();
+            if self.returned >= self.posted {
+                break;
+            }
+            std::thread::yield_now();
+        }
+        self.error = self.error.or(Some(LinkError::Fenced));
+        regions.into_iter().try_for_each(ExposedRegion::revoke)
+    }
+}
+
+impl std::fmt::Debug for OneSided {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("OneSided")
+            .field("end", &self.end)
+            .field("written", &self.written)
+            .field("done", &self.done)
+            .field("error", &self.error)
+            .finish_non_exhaustive()
+    }
+}
+
+fn error_of(completion: &ibv::ibv_wc) -> Option<LinkError> {
+    use ibv::ibv_wc_status as status;
+    completion.error().map(|(found, _)| match found {
+        status::IBV_WC_REM_ACCESS_ERR | status::IBV_WC_REM_INV_REQ_ERR | status::IBV_WC_REM_OP_ERR => {
+            LinkError::RemoteAccess
+        }
+        status::IBV_WC_RETRY_EXC_ERR | status::IBV_WC_RNR_RETRY_EXC_ERR => LinkError::PeerGone,
+        status::IBV_WC_WR_FLUSH_ERR => LinkError::Fenced,
+        other => LinkError::Status(other),
+    })
+}
+
+/// Numbers of packets and queue pairs have 24 bits.
+const PSN_MASK: u32 = (1 << 24) - 1;
+
+/// Draw the first packet's number: one that packets of an earlier connection do not have.
+fn random_psn(context: &super::objects::Context) -> Result<u32, VerbsError> {
+    let mut bytes = [0; 4];
+    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()).map_err(|errno| {
+        VerbsError::Refused { what: "draw a packet number", device: context.name.clone(), source: errno.into() }
+    })?;
+    Ok(u32::from_ne_bytes(bytes) & PSN_MASK)
+}
+
+fn place(nth: u64) -> usize {
+    (nth % OPERATIONS as u64) as usize
+}

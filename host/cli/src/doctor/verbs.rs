@@ -1,0 +1,71 @@
+//! What RDMA there is: ports, their identifiers, and how much memory may be locked for them.
+
+use super::{Finding, Health};
+
+/// What the line is called.
+const WHAT: &str = "RDMA (verbs)";
+
+/// Packets go another way without it.
+#[cfg(not(feature = "verbs"))]
+pub(super) fn findings() -> Vec<Finding> {
+    let advice = "build with `--features verbs`; Debian: apt-get install cmake libclang-dev libibverbs-dev";
+    vec![Finding { health: Health::Missing, what: WHAT, found: "not built in".into(), advice: advice.into() }]
+}
+
+#[cfg(feature = "verbs")]
+pub(super) use built::findings;
+
+#[cfg(feature = "verbs")]
+mod built {
+    use super::{Finding, Health, WHAT};
+    use rustix::process::{Resource, getrlimit};
+    use std::net::Ipv6Addr;
+    use sumac_hal::verbs::{VerbsDevice, devices};
+
+    /// What a device's ports lock with their buffers: 16 MiB, and as much again to spare.
+    const LOCKED_BYTES: u64 = 32 << 20;
+
+    pub(in crate::doctor) fn findings() -> Vec<Finding> {
+        let missing =
+            |found, advice: &str| vec![Finding { health: Health::Missing, what: WHAT, found, advice: advice.into() }];
+        match devices() {
+            Err(error) => missing(error.to_string(), ""),
+            Ok(ports) if ports.is_empty() => missing(
+                "no RDMA device".into(),
+                "Soft-RoCE makes one of a network interface: modprobe rdma_rxe, rdma link add rxe0 type rxe netdev eth0",
+            ),
+            Ok(ports) => ports.iter().map(of_port).chain([locked()]).collect(),
+        }
+    }
+
+    fn of_port(port: &VerbsDevice) -> Finding {
+        let kind = if port.is_roce { "RoCE" } else { "InfiniBand" };
+        let gid = port.gid.map_or_else(
+            || "no identifier".to_owned(),
+            |(gid, index)| format!("[{}], index {index}", Ipv6Addr::from(gid)),
+        );
+        let (health, advice) = match (port.is_active, port.gid, port.mtu_bytes) {
+            (false, ..) => (Health::Warn, "the port is down: see `rdma link`, and bring its network interface up"),
+            (_, None, _) => (Health::Warn, "give its network interface an IP address"),
+            (_, _, ..4096) => (
+                Health::Warn,
+                "packets are shorter than they could be: a RoCE interface's MTU of 4200 or more allows 4096 bytes",
+            ),
+            _ => (Health::Ok, ""),
+        };
+        let found = format!("{}:{}, {kind}, packets of {} bytes, {gid}", port.device, port.port, port.mtu_bytes);
+        Finding { health, what: WHAT, found, advice: advice.into() }
+    }
+
+    fn locked() -> Finding {
+        let limit = getrlimit(Resource::Memlock).current;
+        let found = limit.map_or_else(|| "no limit".into(), |bytes| format!("{} KiB", bytes >> 10));
+        let (health, advice) = match limit {
+            Some(bytes) if bytes < LOCKED_BYTES => {
+                (Health::Warn, "buffers of RDMA ports may not fit: raise it (ulimit -l, LimitMEMLOCK=), or run as root")
+            }
+            _ => (Health::Ok, ""),
+        };
+        Finding { health, what: "locked memory", found, advice: advice.into() }
+    }
+}
