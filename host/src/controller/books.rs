@@ -302,7 +302,7 @@ impl Books {
     }
 
     /// Take the claims of an earlier life for its own.
-    #[cfg(feature = "planted")]
+    #[cfg(all(feature = "planted", feature = "snapshot"))]
     pub(super) fn believe(&mut self, earlier: Self) {
         self.claims = earlier.claims;
     }

@@ -260,13 +260,13 @@ impl State {
     }
 
     /// Give the state, its books and its queue a bug.
-    #[cfg(feature = "planted")]
+    #[cfg(all(feature = "planted", feature = "snapshot"))]
     pub(super) const fn plant(&mut self, bug: sumac_hal::planted::Bug) {
         (self.bug, self.books.bug, self.queue.bug) = (Some(bug), Some(bug), Some(bug));
     }
 
     /// Take what an earlier life had booked for this one's.
-    #[cfg(feature = "planted")]
+    #[cfg(all(feature = "planted", feature = "snapshot"))]
     pub(super) fn believe(&mut self, earlier: Self) {
         self.books.believe(earlier.books);
     }
