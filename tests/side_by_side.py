@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Run all test programs of the workspace, a few side by side, then the documentation's examples.
 
-Usage: tests/side_by_side.py [JOBS]
+Usage: tests/side_by_side.py [--jobs N] [--without NAME]...
 
 `cargo test` runs one program after the other, and much of what these do is wait: for a device to be missed, for a lease
-to end. JOBS are as many as run at a time, by default one for each processor and at most four. What a program prints
-appears when it has ended, in one piece. All of them run, whatever fails.
+to end. N run at a time, by default one for each processor and at most four; those called NAME are left out. What a
+program prints appears when it has ended, in one piece. All of them run, whatever fails.
 
 Exit status: 0 if all passed, 1 if something failed, 2 for wrong usage.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -22,7 +23,7 @@ from pathlib import Path
 LIMIT_S = 1200
 
 
-def programs():
+def programs(without):
     """Build all test programs; return each with the folder of its package, those that start processes first."""
     command = ["cargo", "test", "--workspace", "--no-run", "--message-format=json-render-diagnostics"]
     built = subprocess.run(command, stdout=subprocess.PIPE, text=True)
@@ -31,7 +32,8 @@ def programs():
     found = []
     for line in built.stdout.splitlines():
         message = json.loads(line)
-        if message["reason"] == "compiler-artifact" and message["profile"]["test"] and message["executable"]:
+        is_program = message["reason"] == "compiler-artifact" and message["profile"]["test"] and message["executable"]
+        if is_program and message["target"]["name"] not in without:
             found.append((Path(message["executable"]), Path(message["manifest_path"]).parent))
     # What takes longest must not begin last.
     return sorted(found, key=lambda program: (program[1].name != "cli", program[1].name != "tests", program[0].name))
@@ -53,14 +55,13 @@ def run(program, folder):
 
 
 def main():
-    arguments = sys.argv[1:]
-    if len(arguments) > 1 or not all(argument.isdigit() and int(argument) > 0 for argument in arguments):
-        print(__doc__.split("\n\n")[1], file=sys.stderr)
-        sys.exit(2)
-    jobs = int(arguments[0]) if arguments else min(os.cpu_count() or 1, 4)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, choices=range(1, 65), metavar="N", default=min(os.cpu_count() or 1, 4))
+    parser.add_argument("--without", action="append", metavar="NAME", default=[])
+    arguments = parser.parse_args()
     failed = []
-    with ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(run, *program): program for program in programs()}
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        running = {pool.submit(run, *program): program for program in programs(arguments.without)}
         for ended in as_completed(running):
             program, (status, output, seconds) = running[ended][0], ended.result()
             print(f"\n     Ran {program.name} in {seconds:.1f} s\n{output}", flush=True)
