@@ -319,7 +319,7 @@ fn doctor_names_what_is_there_and_what_is_not() {
         "UDP port",
         "TCP port",
         "CUDA memory",
-        "not built in this version",
+        "RDMA (verbs)",
         "shared memory",
         "pidfd",
         "inline-reduce",
