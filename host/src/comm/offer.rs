@@ -11,11 +11,14 @@
 //! what was called before ends on the path that was chosen for it. Who is not there yet goes on meanwhile: nobody waits
 //! unless it has run ahead by [`MARGIN`] calls before the answers are in.
 //!
-//! Invariant: a call begins only below `limit`. The caller counts itself and then looks at the limit; who sets a limit
-//! closes it first and then looks at the count. In one order of all these accesses one of both sees the other.
+//! Invariants:
+//! - A call begins only below `limit`. The caller counts itself and then looks at the limit; who sets a limit closes it
+//!   first and then looks at the count. In one order of all these accesses one of both sees the other.
+//! - What was promised is taken back by the controller's word alone, or by a later view. An offer may come before this rank
+//!   has gone over to the view that it is of: the others, who have, count on the answer.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 /// How many calls a rank may begin while the others answer.
@@ -61,26 +64,40 @@ impl Offers {
 
     /// The controller offers a tree. Returns from which call on this rank waits for more.
     pub(super) fn offer(&self, view: u32) -> u64 {
+        let change = self.lock();
         self.view.store(view, Ordering::Relaxed);
         self.move_at.store(OPEN, Ordering::Relaxed);
         self.limit.store(0, Ordering::SeqCst);
         let at = self.begun.load(Ordering::SeqCst) + MARGIN;
-        self.set_limit(at);
+        self.set_limit(at, change);
         at
     }
 
     /// All ranks move at this call, if they still mean the same offer.
     pub(super) fn move_at(&self, view: u32, call: u64) {
+        let change = self.lock();
         if self.view.load(Ordering::Relaxed) == view && self.limit.load(Ordering::Relaxed) != OPEN {
             self.move_at.store(call, Ordering::Release);
-            self.set_limit(call);
+            self.set_limit(call, change);
         }
     }
 
     /// Nobody moves.
     pub(super) fn withdraw(&self) {
+        self.end(self.lock());
+    }
+
+    /// This rank is at that view now: an offer of an earlier one is void.
+    pub(super) fn outdate(&self, view: u32) {
+        let change = self.lock();
+        if self.view.load(Ordering::Relaxed) < view {
+            self.end(change);
+        }
+    }
+
+    fn end(&self, change: MutexGuard<'_, ()>) {
         self.move_at.store(OPEN, Ordering::Relaxed);
-        self.set_limit(OPEN);
+        self.set_limit(OPEN, change);
     }
 
     /// The next call begins: returns what it has to do first. Waits, at most until `deadline`, where other ranks have not
@@ -90,20 +107,19 @@ impl Offers {
         if call < self.limit.load(Ordering::SeqCst) {
             return Turn::Go;
         }
-        let (lock, changed) = &self.changed;
-        let mut guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut guard = self.lock();
         loop {
             if is_over() {
                 return Turn::Go;
             }
-            if let Some(turn) = self.turn_of(call) {
+            if let Some(turn) = self.turn(call, &guard) {
                 return turn;
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Turn::TooLate;
             }
-            guard = changed.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner).0;
+            guard = self.changed.1.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -114,18 +130,33 @@ impl Offers {
         call
     }
 
-    /// Return what a call that is counted has to do first, if that is known.
+    /// Return what a call that is counted has to do first, if that is known. Told to move, it has: the offer is over.
+    #[cfg(feature = "snapshot")]
     pub(super) fn turn_of(&self, call: u64) -> Option<Turn> {
+        self.turn(call, &self.lock())
+    }
+
+    fn turn(&self, call: u64, _change: &MutexGuard<'_, ()>) -> Option<Turn> {
         if call < self.limit.load(Ordering::SeqCst) {
             return Some(Turn::Go);
         }
-        (self.move_at.load(Ordering::Acquire) == call).then(|| Turn::Move(self.view.load(Ordering::Relaxed)))
+        if self.move_at.load(Ordering::Acquire) != call {
+            return None;
+        }
+        self.move_at.store(OPEN, Ordering::Relaxed);
+        self.limit.store(OPEN, Ordering::SeqCst);
+        Some(Turn::Move(self.view.load(Ordering::Relaxed)))
     }
 
     /// Let who waits look again.
     pub(super) fn wake(&self) {
-        drop(self.changed.0.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(self.lock());
         self.changed.1.notify_all();
+    }
+
+    /// Whoever changes anything but the count holds this.
+    fn lock(&self) -> MutexGuard<'_, ()> {
+        self.changed.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Return how many calls have begun.
@@ -133,9 +164,10 @@ impl Offers {
         self.begun.load(Ordering::Relaxed)
     }
 
-    fn set_limit(&self, limit: u64) {
+    fn set_limit(&self, limit: u64, change: MutexGuard<'_, ()>) {
         self.limit.store(limit, Ordering::SeqCst);
-        self.wake();
+        drop(change);
+        self.changed.1.notify_all();
     }
 }
 
@@ -165,11 +197,24 @@ mod tests {
         offers.move_at(4, at + 5);
         (0..MARGIN + 5).for_each(|_| assert_eq!(begin(soon()), Turn::Go));
         assert_eq!(begin(soon()), Turn::Move(4));
-        offers.withdraw();
         assert_eq!(begin(soon()), Turn::Go);
         // Too late for an offer that is over.
         offers.move_at(4, 0);
         assert_eq!(begin(soon()), Turn::Go);
+    }
+
+    /// The others move at the call that was agreed on, whether this rank was at that view when it answered or not.
+    #[test]
+    fn an_offer_outlasts_the_change_to_the_view_that_it_is_of() {
+        let offers = Offers::new();
+        let at = offers.offer(1);
+        offers.outdate(1);
+        offers.move_at(1, at);
+        (0..at).for_each(|_| assert_eq!(offers.begin(soon(), || false), Turn::Go));
+        assert_eq!(offers.begin(soon(), || false), Turn::Move(1));
+        offers.offer(2);
+        offers.outdate(3);
+        (0..2 * MARGIN).for_each(|_| assert_eq!(offers.begin(soon(), || false), Turn::Go));
     }
 
     #[test]

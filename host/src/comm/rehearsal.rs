@@ -29,7 +29,7 @@ impl Calls {
         self.0.count()
     }
 
-    /// Return what that call has to do.
+    /// Return what that call has to do. Told to move, it has: the offer is over.
     pub fn begin(&self, call: u64) -> Begin {
         match self.0.turn_of(call) {
             Some(Turn::Go) => Begin::Go,
@@ -51,6 +51,11 @@ impl Calls {
     /// Nobody moves.
     pub fn withdraw(&self) {
         self.0.withdraw();
+    }
+
+    /// The rank is at that view now: an offer of an earlier one is void.
+    pub fn outdate(&self, view: u32) {
+        self.0.outdate(view);
     }
 
     /// Return how many calls have begun.

@@ -176,7 +176,7 @@ impl Core {
     pub(super) fn install(&mut self, found: Option<Found>) {
         self.view += 1;
         self.completed_below = 0;
-        self.lost.offers.withdraw();
+        self.lost.offers.outdate(self.job_view);
         if let Some(found) = found {
             self.situation = found.situation;
             self.tree = Some(found.tree);
@@ -206,7 +206,6 @@ impl Core {
     /// then all connections are between the same two operations.
     fn move_to(&mut self, job_view: u32, deadline: Deadline) -> Result<(), Error> {
         if self.tree.is_some() {
-            self.lost.offers.withdraw();
             return Ok(());
         }
         self.run_started(deadline)?;

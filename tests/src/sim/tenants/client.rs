@@ -109,7 +109,7 @@ impl World<'_, '_> {
     pub(super) fn move_to(&mut self, at: (usize, usize), view: u32) {
         let member = &mut self.jobs[at.0].ranks[at.1];
         if member.has_tree {
-            return member.calls.withdraw();
+            return;
         }
         member.resumes = member.phase.clone();
         (member.view, member.moves) = (view, true);

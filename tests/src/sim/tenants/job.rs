@@ -558,7 +558,7 @@ impl World<'_, '_> {
         (member.told, member.endpoint) = (None, None);
         member.missing.clear();
         // As `sumac::comm` does, whatever way it goes on by.
-        member.calls.withdraw();
+        member.calls.outdate(member.view);
         let (moved, resumes) = (std::mem::take(&mut member.moves), member.resumes.clone());
         let begins = moved || member.called > member.done;
         member.phase = if resumes == Phase::InTree { Phase::Thinks(now) } else { resumes };
