@@ -168,13 +168,14 @@ impl Live<'_> {
     /// Tell whether slot `index` may hold another chunk: everybody has what is in it, and no engine is at work on it.
     pub(super) fn is_reusable(&self, index: usize) -> bool {
         let slot = &self.slots[index];
-        slot.state == State::Free
-            || (slot.state == State::Answered
-                && (self.common.config.shard.below(self.group.min_have) > slot.local
-                    || planted!(self.common, SlotReusedEarly))
-                && slot.pending.is_empty()
-                && self.is_quiet(index))
-            || slot.state == State::Answered && planted!(self.common, RedoReusedEarly)
+        if slot.state != State::Answered {
+            return slot.state == State::Free;
+        }
+        if planted!(self.common, RedoReusedEarly) {
+            return true;
+        }
+        let all_have = self.common.config.shard.below(self.group.min_have) > slot.local;
+        (all_have || planted!(self.common, SlotReusedEarly)) && slot.pending.is_empty() && self.is_quiet(index)
     }
 
     /// Start on chunk `local` in slot `index`.

@@ -190,8 +190,8 @@ impl Node<'_> {
     fn check_sizes(&self, config: &GroupConfig) -> Result<(), Refusal> {
         let (window, slots) = (config.window_max, config.slots);
         let local = self.common.config.shard.most_within(u64::from(window));
-        let is_early = planted!(self.common, SlotReusedEarly) || planted!(self.common, RedoReusedEarly);
-        let twice = 2 * local <= u64::from(slots) || is_early;
+        let early = [planted!(self.common, SlotReusedEarly), planted!(self.common, RedoReusedEarly)];
+        let twice = 2 * local <= u64::from(slots) || early.contains(&true);
         let enough = twice && usize::from(slots) <= MAX_SLOTS;
         if window == 0 || u64::from(window) > MAX_WINDOW || !enough {
             return Err(Refusal::Window { window, slots });
