@@ -390,14 +390,19 @@ fn a_job_that_does_not_move_is_told_why_and_does_not_wait() {
     assert_eq!((told.queue, told.is_offered), (None, false));
 }
 
-/// A job with a declared order gets no tree that combines in another one, and so none is reserved for nothing.
-#[test]
-fn a_tree_of_another_order_is_not_reserved() {
-    let fabric = "switch = [{ name = \"leaf0\", aggregation = true }, { name = \"leaf1\", aggregation = true }]\n\
+/// Two switches with two hosts each.
+fn two_leaves() -> Option<Fabric> {
+    let text = "switch = [{ name = \"leaf0\", aggregation = true }, { name = \"leaf1\", aggregation = true }]\n\
                   host = [{ name = \"h0\" }, { name = \"h1\" }, { name = \"h2\" }, { name = \"h3\" }]\n\
                   link = [{ ends = [\"h0\", \"leaf0\"] }, { ends = [\"h1\", \"leaf0\"] }, { ends = [\"h2\", \"leaf1\"] }, \
                   { ends = [\"h3\", \"leaf1\"] }, { ends = [\"leaf0\", \"leaf1\"] }]\n";
-    let fabric = Some(Fabric::from_toml(fabric).expect("a fabric"));
+    Some(Fabric::from_toml(text).expect("a fabric"))
+}
+
+/// A job with a declared order gets no tree that combines in another one, and so none is reserved for nothing.
+#[test]
+fn a_tree_of_another_order_is_not_reserved() {
+    let fabric = two_leaves();
     let controller = Controller::start(ControllerConfig { fabric, ..ControllerConfig::new() }).expect("a port");
     let first = Device::start(&controller, "leaf0", None, None);
     let second = Device::start(&controller, "leaf1", None, None);
@@ -433,11 +438,7 @@ fn a_tree_of_another_order_is_not_reserved() {
 /// Who begins without a tree declares an order that only some trees keep: it does not wait for others.
 #[test]
 fn nobody_waits_for_a_tree_of_another_order() {
-    let fabric = "switch = [{ name = \"leaf0\", aggregation = true }, { name = \"leaf1\", aggregation = true }]\n\
-                  host = [{ name = \"h0\" }, { name = \"h1\" }, { name = \"h2\" }, { name = \"h3\" }]\n\
-                  link = [{ ends = [\"h0\", \"leaf0\"] }, { ends = [\"h1\", \"leaf0\"] }, { ends = [\"h2\", \"leaf1\"] }, \
-                  { ends = [\"h3\", \"leaf1\"] }, { ends = [\"leaf0\", \"leaf1\"] }]\n";
-    let fabric = Some(Fabric::from_toml(fabric).expect("a fabric"));
+    let fabric = two_leaves();
     let controller = Controller::start(ControllerConfig { fabric, ..ControllerConfig::new() }).expect("a port");
     let _devices = [small(&controller, "leaf0", 1), small(&controller, "leaf1", 1)];
     for (order, queue) in [(Order::TreeFold, None), (Order::Arrival, place(1, 1))] {
