@@ -62,7 +62,7 @@ fn nothing_changed(members: &mut [Member], context: &str) {
 
 #[test]
 fn a_device_that_is_killed_at_any_moment_loses_no_input() {
-    const KILLS: u64 = 44;
+    const KILLS: u64 = 24;
     let mut cluster = Cluster::start();
     let mut seen = Seen::default();
     for nth in 0..KILLS {
@@ -104,7 +104,7 @@ fn a_device_that_is_killed_at_any_moment_loses_no_input() {
 
 #[test]
 fn a_rank_that_is_killed_at_any_moment_is_named_and_its_device_lives_on() {
-    const KILLS: u64 = 22;
+    const KILLS: u64 = 12;
     let mut cluster = Cluster::start();
     let device = cluster.device("device");
     let before = DeviceMemory::of(device.pid());

@@ -112,7 +112,7 @@ fn two_devices(cluster: &Cluster, nth: u64) -> Vec<(String, Server)> {
 
 #[test]
 fn a_device_that_is_killed_at_any_moment_is_got_over() {
-    const KILLS: u64 = 20;
+    const KILLS: u64 = 12;
     let mut cluster = Cluster::start();
     let (mut in_a_call, mut ranks_of_all) = (0, 0);
     for nth in 0..KILLS {
