@@ -20,7 +20,7 @@ mod sys;
 #[cfg(test)]
 mod tests;
 mod tx;
-mod wait;
+pub(crate) mod wait;
 
 pub use config::{MAX_DATAGRAM_LEN_BYTES, Offload, UdpConfig, UdpError, UdpStats};
 pub use wait::Waker;
@@ -295,7 +295,7 @@ impl Port for UdpPort {
 
 impl WaitPort for UdpPort {
     fn wait(&mut self, timeout: Option<Duration>) -> Wake {
-        self.wait_for(timeout)
+        wait::wait_on(self, timeout)
     }
 }
 

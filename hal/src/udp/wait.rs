@@ -79,58 +79,84 @@ impl std::fmt::Debug for Waker {
     }
 }
 
-impl UdpPort {
-    pub(super) fn wait_for(&mut self, timeout: Option<Duration>) -> Wake {
-        if let Some(wake) = self.look() {
-            return wake;
-        }
-        if timeout == Some(Duration::ZERO) {
+/// A port that can be waited on.
+pub(crate) trait Sleeper {
+    /// Return how long a wait looks for packets before it gives its processor away.
+    fn spin(&self) -> Duration;
+
+    /// Take a wake, if there is one.
+    fn take_wake(&mut self) -> bool;
+
+    /// Look for a packet without sleeping.
+    fn find_packet(&mut self) -> bool;
+
+    /// Sleep until there may be something, or time is up; return what is known of it.
+    fn sleep(&mut self, timeout: Option<Duration>) -> Option<Wake>;
+}
+
+/// Wait for a packet or a wake: look a little, then yield a few times, and only then sleep.
+pub(crate) fn wait_on(port: &mut impl Sleeper, timeout: Option<Duration>) -> Wake {
+    if let Some(wake) = look(port) {
+        return wake;
+    }
+    if timeout == Some(Duration::ZERO) {
+        return Wake::Timeout;
+    }
+    let start = Instant::now();
+    // A timeout beyond the clock's end is none.
+    let deadline = timeout.and_then(|timeout| start.checked_add(timeout));
+    let spin_until = start + port.spin();
+    let mut yields = 0;
+    loop {
+        let now = Instant::now();
+        if deadline.is_some_and(|deadline| now >= deadline) {
             return Wake::Timeout;
         }
-        let start = Instant::now();
-        // A timeout beyond the clock's end is none.
-        let deadline = timeout.and_then(|timeout| start.checked_add(timeout));
-        let spin_until = start + self.config.spin;
-        let mut yields = 0;
-        loop {
-            let now = Instant::now();
-            if deadline.is_some_and(|deadline| now >= deadline) {
-                return Wake::Timeout;
+        if now < spin_until {
+            std::hint::spin_loop();
+        } else if yields < YIELDS {
+            yields += 1;
+            std::thread::yield_now();
+            // Whoever took a whole slice will take the next: a sleeper is preferred when its packet comes.
+            if now.elapsed() > LONG_YIELD {
+                yields = YIELDS;
             }
-            if now < spin_until {
-                std::hint::spin_loop();
-            } else if yields < YIELDS {
-                yields += 1;
-                std::thread::yield_now();
-                // Whoever took a whole slice will take the next: a sleeper is preferred when its packet comes.
-                if now.elapsed() > LONG_YIELD {
-                    yields = YIELDS;
-                }
-            } else {
-                if self.sleep(deadline.map(|deadline| deadline - now)) {
-                    return Wake::Woken;
-                }
-            }
-            if let Some(wake) = self.look() {
-                return wake;
-            }
+        } else if let Some(wake) = port.sleep(deadline.map(|deadline| deadline - now)) {
+            return wake;
+        }
+        if let Some(wake) = look(port) {
+            return wake;
         }
     }
+}
 
-    /// Look for a packet or a wake without sleeping.
-    fn look(&mut self) -> Option<Wake> {
-        if self.waker.take() {
-            Some(Wake::Woken)
-        } else if self.fill() {
-            Some(Wake::Packet)
-        } else {
-            None
-        }
+/// Look for a packet or a wake without sleeping.
+pub(crate) fn look(port: &mut impl Sleeper) -> Option<Wake> {
+    if port.take_wake() {
+        Some(Wake::Woken)
+    } else if port.find_packet() {
+        Some(Wake::Packet)
+    } else {
+        None
+    }
+}
+
+impl Sleeper for UdpPort {
+    fn spin(&self) -> Duration {
+        self.config.spin
     }
 
-    /// Sleep until a socket or the waker has something, packets that the kernel refused can leave, or time is up. True:
+    fn take_wake(&mut self) -> bool {
+        self.waker.take()
+    }
+
+    fn find_packet(&mut self) -> bool {
+        self.fill()
+    }
+
+    /// Sleep until a socket or the waker has something, packets that the kernel refused can leave, or time is up. Woken:
     /// what is watched besides has something.
-    fn sleep(&mut self, timeout: Option<Duration>) -> bool {
+    fn sleep(&mut self, timeout: Option<Duration>) -> Option<Wake> {
         let unsent = !self.tx.is_empty();
         let events = if unsent { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
         let event = PollFd::from_borrowed_fd(self.waker.file(), PollFlags::IN);
@@ -142,7 +168,7 @@ impl UdpPort {
         // Out of the structure's range means never: 292 billion years.
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         if poll(&mut fds, timeout.as_ref()).is_err() {
-            return false; // Interrupted: the caller's loop looks again.
+            return None; // Interrupted: the caller's loop looks again.
         }
         let [socket, event, _, watched] = fds.map(|fd| fd.revents());
         if event.contains(PollFlags::IN) {
@@ -151,6 +177,6 @@ impl UdpPort {
         if unsent && socket.contains(PollFlags::OUT) {
             self.tx.flush(self.socket.as_fd(), &mut self.stats);
         }
-        self.watched.is_some() && watched.contains(PollFlags::IN)
+        (self.watched.is_some() && watched.contains(PollFlags::IN)).then_some(Wake::Woken)
     }
 }

@@ -293,6 +293,6 @@ impl Port for VerbsPort {
 
 impl WaitPort for VerbsPort {
     fn wait(&mut self, timeout: Option<Duration>) -> Wake {
-        self.wait_for(timeout)
+        crate::udp::wait::wait_on(self, timeout)
     }
 }

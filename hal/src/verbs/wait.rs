@@ -8,64 +8,30 @@
 
 use super::VerbsPort;
 use crate::port::Wake;
+use crate::udp::wait::{Sleeper, look};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::os::fd::AsFd;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// How often a wait yields before it sleeps.
-const YIELDS: u32 = 4;
-
-impl VerbsPort {
-    pub(super) fn wait_for(&mut self, timeout: Option<Duration>) -> Wake {
-        if let Some(wake) = self.look() {
-            return wake;
-        }
-        if timeout == Some(Duration::ZERO) {
-            return Wake::Timeout;
-        }
-        let start = Instant::now();
-        // A timeout beyond the clock's end is none.
-        let deadline = timeout.and_then(|timeout| start.checked_add(timeout));
-        let spin_until = start + self.spin;
-        let mut yields = 0;
-        loop {
-            let now = Instant::now();
-            if deadline.is_some_and(|deadline| now >= deadline) {
-                return Wake::Timeout;
-            }
-            if now < spin_until {
-                std::hint::spin_loop();
-            } else if yields < YIELDS {
-                yields += 1;
-                std::thread::yield_now();
-            } else {
-                self.rx.arm();
-                if let Some(wake) = self.look() {
-                    return wake;
-                }
-                if self.sleep(deadline.map(|deadline| deadline - now)) {
-                    return Wake::Woken;
-                }
-            }
-            if let Some(wake) = self.look() {
-                return wake;
-            }
-        }
+impl Sleeper for VerbsPort {
+    fn spin(&self) -> Duration {
+        self.spin
     }
 
-    /// Look for a packet or a wake without sleeping.
-    fn look(&mut self) -> Option<Wake> {
-        if self.waker.take() {
-            Some(Wake::Woken)
-        } else if self.fill() {
-            Some(Wake::Packet)
-        } else {
-            None
-        }
+    fn take_wake(&mut self) -> bool {
+        self.waker.take()
     }
 
-    /// Sleep until the channel or the waker has something, or time is up. True: what is watched besides has something.
-    fn sleep(&mut self, timeout: Option<Duration>) -> bool {
+    fn find_packet(&mut self) -> bool {
+        self.fill()
+    }
+
+    /// Sleep until the channel or the waker has something, or time is up. Woken: what is watched besides has something.
+    fn sleep(&mut self, timeout: Option<Duration>) -> Option<Wake> {
+        self.rx.arm();
+        if let Some(wake) = look(self) {
+            return Some(wake);
+        }
         let channel = self.channel.fd();
         // With nothing watched, the third is the first once more.
         let watched = self.watched.as_ref().map_or(channel, AsFd::as_fd);
@@ -73,7 +39,7 @@ impl VerbsPort {
         // Out of the structure's range means never: 292 billion years.
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         if poll(&mut fds, timeout.as_ref()).is_err() {
-            return false; // Interrupted: the caller's loop looks again.
+            return None; // Interrupted: the caller's loop looks again.
         }
         let [channel, woken, watched] = fds.map(|fd| fd.revents().contains(PollFlags::IN));
         if woken {
@@ -82,6 +48,6 @@ impl VerbsPort {
         if channel {
             self.channel.take_events();
         }
-        self.watched.is_some() && watched
+        (self.watched.is_some() && watched).then_some(Wake::Woken)
     }
 }

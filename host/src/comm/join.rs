@@ -93,7 +93,8 @@ impl JoinConfig {
 
     /// Describe a rank by the environment, as launchers set it: `RANK`, `WORLD_SIZE`, `MASTER_ADDR` (default
     /// 127.0.0.1), `SUMAC_PORT` (default [`DEFAULT_PORT`]), `SUMAC_JOB` (default `default`), `SUMAC_ATTACH` (`auto`,
-    /// `udp`, `shm` or `verbs`; default `auto`), `SUMAC_VERBS` (the RDMA port), `SUMAC_TENANT` (default `default`) and `SUMAC_WAIT_FOR_TREE` (seconds; default 0).
+    /// `udp`, `shm` or `verbs`; default `auto`), `SUMAC_VERBS` (the RDMA port), `SUMAC_TENANT` (default `default`) and
+    /// `SUMAC_WAIT_FOR_TREE` (seconds; default 0).
     ///
     /// # Errors
     /// [`JoinError::Environment`] names the variable that is missing or makes no sense.

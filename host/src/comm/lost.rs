@@ -1,5 +1,5 @@
-//! What reaches a communicator while one of its calls waits: that a rank is lost, that the job is over, that a rank's tree is, that another rank
-//! wants the view to change, that the controller is gone, and that its own program wants no more.
+//! What reaches a communicator while one of its calls waits: that a rank is lost, that the job is over, that a rank's tree
+//! is lost, that another rank wants the view to change, that the controller is gone, and that its own program wants no more.
 //!
 //! Whatever it is, it is noted before who waits is woken, and who waits looks after it was made known to be woken
 //! ([`Lost::set_wakers`]): nothing is missed, whichever came first.

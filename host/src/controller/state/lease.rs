@@ -1,8 +1,9 @@
 //! Leases: groups are renewed while their job lives, and a group that a device has freed is freed everywhere.
 //!
-//! Any valid packet that comes of a rank's doing renews a group at the device that it reaches; the controller renews it at all, so that a job which does
-//! nothing for a while keeps its tree. A device that has no such group any more says so when it is to renew it. Then the
-//! group is released on all nodes, what it took is given back, and the job's ranks are told that the tree is lost.
+//! Any valid packet that comes of a rank's doing renews a group at the device that it reaches; the controller renews it at
+//! all, so that a job which does nothing for a while keeps its tree. A device that has no such group any more says so when
+//! it is to renew it. Then the group is released on all nodes, what it took is given back, and the job's ranks are told that
+//! the tree is lost.
 //!
 //! What an earlier life of the controller has left on a device is not in the books; nobody but the job's own packets renews
 //! it, and a device that is more crowded than the books say is asked again until it is less so.
