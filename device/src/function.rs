@@ -33,7 +33,7 @@ const ENTRIES_PER_TURN: usize = 64;
 
 /// Commands taken and not answered: more than the regions that a board gives to a rank, so that a fence finds room behind
 /// the deregistration of all of them.
-const COMMANDS_MAX: usize = 512;
+const COMMANDS_MAX: usize = 288;
 
 /// Why a function is at its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]

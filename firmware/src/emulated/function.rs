@@ -194,7 +194,7 @@ impl Attached {
     }
 
     fn make((boot_id, dma): (BootId, Capabilities)) -> Result<Made, CreateError> {
-        let features = Features::all();
+        let features = Features::all() - Features::ARENA - Features::SILENT;
         let function = Function::create(&FunctionConfig { boot_id, features, queues: QUEUES, depth: DEPTH, dma })?;
         // A function has the queues that it was made with.
         let queues = [0, 1].map(|index| function.queue(index).expect("as many as asked for"));

@@ -90,6 +90,15 @@ impl<'m, const REGIONS: usize, const COMPLETIONS: usize> Processor<'m, REGIONS, 
         place.is_some_and(|place| place.memory.take().is_some())
     }
 
+    /// Reach those regions only that are to be kept.
+    pub fn retain(&mut self, keep: impl Fn(RegionKey) -> bool) {
+        for (index, place) in self.places.iter_mut().enumerate() {
+            if place.memory.is_some() && !keep(RegionKey { index: index as u16, generation: place.generation }) {
+                place.memory = None;
+            }
+        }
+    }
+
     /// Tell whether a chain has ended that was not polled.
     pub fn has_completions(&self) -> bool {
         !self.ended.is_empty()
@@ -271,6 +280,10 @@ mod tests {
         assert_eq!(ends(&mut engine, copy(at(nobody, 0), at(OWN, 0))), (Status::BadRegion, 1));
         assert!(engine.unmap(RANK) && !engine.unmap(RANK) && !engine.map(RANK, &rank), "a key is used once");
         assert_eq!(run(&mut engine, &[good]), (Status::StaleRegion, 0));
+        assert!(engine.map(RegionKey { generation: 2, ..RANK }, &rank), "another key is free");
+        engine.retain(|key| key == OWN);
+        let again = RegionKey { generation: 2, ..RANK };
+        assert_eq!(run(&mut engine, &[copy(at(OWN, 0), at(again, 0))]), (Status::StaleRegion, 0));
         assert_eq!(own[63].load(Ordering::Relaxed), 63);
         assert_eq!(rank[8].load(Ordering::Relaxed), 8, "what follows a step that failed is not done");
     }

@@ -51,6 +51,7 @@
 //! before it makes a ring of it, and the device never reads its own.
 
 mod bar;
+pub mod desk;
 mod entry;
 #[cfg(test)]
 mod tests;
