@@ -253,6 +253,16 @@ impl Region {
         file
     }
 
+    /// Return the descriptor, for a device in another process that is to write to the memory: its file is still to be handed
+    /// over for [`ReadOnly`], once the device has mapped it, and until then to nobody else.
+    ///
+    /// # Panics
+    /// As [`Region::file`].
+    #[track_caller]
+    pub fn device_file(&self) -> BorrowedFd<'_> {
+        self.mapping.file()
+    }
+
     /// Return a descriptor to hand over for [`ReadOnly`]. From now on nobody can write to the memory but through this
     /// value, whichever way the file is opened.
     ///
