@@ -6,15 +6,19 @@
 //! |---|---|---|
 //! | 0 | 4 | magic "SUMS" |
 //! | 4 | 2 | version, 1 |
-//! | 6 | 2 | kind: 1 attach, 2 function, 3 memory, 4 refused, 5 bell, 6 redo |
-//! | 8 | 8 | attach: group (32 bits), child (16); memory: handle; refused: reason; bell: queue; redo: where the group's slots begin in the memory, in bytes |
-//! | 16 | 8 | attach: key; redo: bytes of a slot (32 bits), slots (32) |
+//! | 6 | 2 | kind: 1 attach, 2 function, 3 memory, 4 refused, 5 bell, 6 redo, 7 arena |
+//! | 8 | 8 | attach: group (32 bits), child (16); memory: handle; refused: reason; bell: queue; redo, arena: where the group's slots, or the arena, begin in the memory, in bytes |
+//! | 16 | 8 | attach: key; redo: bytes of a slot (32 bits), slots (32); arena: its bytes |
 //! | 24 | 8 | 0 |
 //!
-//! Functions, memory, bells and redo slots come with one file descriptor; the others with none.
+//! Functions, memory, bells, redo slots and arenas come with one file descriptor; the others with none.
 //!
 //! A rank attaches; the device answers with what is refused, or with the function, a bell for each of its queues, and
 //! the redo slots of the rank's group. From then on only memory is handed over, and either side's end is seen.
+//!
+//! A device that reaches no memory of the rank's own making ([`Features::ARENA`](crate::mmio::Features::ARENA)) hands over
+//! an arena last; the rank takes its memory from there, and hands over none. Behind such a socket there may be a broker, which
+//! is not the device itself.
 
 use super::peer::{Peer, PeerError};
 use super::ready::readable;

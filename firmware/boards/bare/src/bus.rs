@@ -15,6 +15,9 @@
 //! - a desk whose rings are broken, or an entry that is none, ends the desk: who is seated is served on, nobody else is
 //!   seated in this life.
 
+#[cfg(test)]
+mod tests;
+
 use core::sync::atomic::{AtomicU64, Ordering};
 use core::time::Duration;
 use heapless::{Deque, Vec};

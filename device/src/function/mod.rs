@@ -15,6 +15,10 @@
 //! - memory is mapped once the rank's share has room for it, and unmapped when its last use has been released;
 //! - chunks taken and not answered never exceed the completion ring, so that an answer always has its place.
 
+mod board;
+
+pub use board::{Backlog, Mappings};
+
 use crate::Node;
 use heapless::{Deque, Vec};
 use sumac_hal::dma::{RegionError, RegionKey, RegionTable, RegisterError};
@@ -51,81 +55,6 @@ pub enum FunctionEnd {
     /// It takes no answers out, and there is no room for more.
     #[error("{0} answers wait for the rank to take them out of its ring")]
     Backlog(usize),
-}
-
-/// How a board reaches the memory of one rank.
-pub trait Mappings {
-    /// What the rank has, not mapped yet.
-    type Memory;
-    /// Why the rank is at its end.
-    type End: From<FunctionEnd>;
-
-    /// Take what the rank calls by this handle; or the status that refuses it.
-    ///
-    /// # Errors
-    /// Why the rank is at its end.
-    fn find(&mut self, handle: u64) -> Result<Result<Self::Memory, EntryStatus>, Self::End>;
-
-    /// Let the engine reach `len_bytes` bytes of it, from `offset_bytes` on, under a key.
-    ///
-    /// # Errors
-    /// The status that refuses it.
-    fn map(
-        &mut self,
-        key: RegionKey,
-        memory: Self::Memory,
-        offset_bytes: u64,
-        len_bytes: u64,
-    ) -> Result<(), EntryStatus>;
-
-    /// Let the engine reach it no more. Nothing, if it does not.
-    fn unmap(&mut self, key: RegionKey);
-}
-
-/// Answers that wait to be published, first in, first out.
-pub trait Backlog {
-    /// Return how many there are.
-    fn len(&self) -> usize;
-
-    /// Tell whether there are none.
-    fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Return the first.
-    fn first(&self) -> Option<&CompletionEntry>;
-
-    /// Return the last.
-    fn last_mut(&mut self) -> Option<&mut CompletionEntry>;
-
-    /// Put one behind the last; false if there is no room.
-    #[must_use = "an answer that nobody gets is a rank that waits for ever"]
-    fn push(&mut self, entry: CompletionEntry) -> bool;
-
-    /// Take the first out.
-    fn pop(&mut self);
-}
-
-impl<const N: usize> Backlog for Deque<CompletionEntry, N> {
-    fn len(&self) -> usize {
-        self.iter().len()
-    }
-
-    fn first(&self) -> Option<&CompletionEntry> {
-        self.front()
-    }
-
-    fn last_mut(&mut self) -> Option<&mut CompletionEntry> {
-        self.back_mut()
-    }
-
-    fn push(&mut self, entry: CompletionEntry) -> bool {
-        self.push_back(entry).is_ok()
-    }
-
-    fn pop(&mut self) {
-        self.pop_front();
-    }
 }
 
 /// The ends of a queue that the device holds.
