@@ -139,7 +139,12 @@ impl BoardOptions {
             gateway: gateway.ok_or(missing("gateway"))?,
             listen,
             data: data.unwrap_or(SocketAddrV4::new(ip.address(), listen)),
-            bus: machine.zip(socket),
+            bus: match (machine, socket) {
+                (Some(machine), Some(socket)) => Some((machine, socket)),
+                (None, None) => None,
+                (None, _) => return Err(missing("machine")),
+                (_, None) => return Err(missing("socket")),
+            },
             watchdog,
             #[cfg(feature = "faults")]
             fault,
