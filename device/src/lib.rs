@@ -20,6 +20,7 @@
 #[cfg(test)]
 extern crate std;
 
+pub mod function;
 mod group;
 mod memory;
 mod node;

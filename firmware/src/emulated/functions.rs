@@ -23,19 +23,18 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
 use std::thread;
 use std::time::Duration;
+use sumac_device::function::hand_out;
 use sumac_device::{AttachError, Node};
 use sumac_hal::ctrl::{GroupConfig, NoBus, Refusal};
 use sumac_hal::dma::{Address, Capabilities, Completion, Engine, RegionKey, RegionTable, Span, Status, Tag};
 use sumac_hal::emu::dma::{DmaConfig, EmuEngine, StartError, Strictness};
 use sumac_hal::hosted::HostedPort;
 use sumac_hal::ids::{BootId, ChildIndex, FunctionId, GroupId};
-use sumac_hal::mmio::CompletionEntry;
 use sumac_hal::port::WaitPort;
 use sumac_hal::ring::{Doorbell, Patience};
 use sumac_hal::shm::{AttachRefusal, Bells, MemoryError, Message, Pages, Region, SocketError};
 use sumac_hal::time::Instant;
 use sumac_hal::udp::Waker;
-use sumac_hal::wire::pack_op;
 use thiserror::Error;
 
 /// Regions of all functions.
@@ -270,7 +269,8 @@ impl Functions {
     fn detach(&mut self, at: usize, ended: &Ended) {
         let attached = self.attached.swap_remove(at);
         tracing::debug!(function = %attached.id(), why = %ended, "detached");
-        for &key in attached.memory() {
+        let memory: Vec<_> = self.regions.of(attached.id()).collect();
+        for key in memory {
             if !take_away(attached.id(), key, &mut self.regions, &mut self.engine) {
                 self.stranded.push(key);
             }
@@ -328,21 +328,7 @@ impl Functions {
 
     /// Hand out answers, and what commands have waited for.
     fn answer(&mut self, node: &mut Node<'_>) -> bool {
-        let mut busy = false;
-        while let Some(answer) = node.poll_answer(&mut self.regions) {
-            busy = true;
-            // Nobody hears the answers of those that are gone.
-            let Some(function) = self.attached.iter_mut().find(|function| function.id() == answer.function) else {
-                continue;
-            };
-            if let Some((first, other)) = answer.operations {
-                function.tell(CompletionEntry::Operations { first: pack_op(&first), other: pack_op(&other) });
-            }
-            if let (Some(missing), CompletionEntry::Answer { seq, .. }) = (answer.missing, answer.entry) {
-                CompletionEntry::missing(0, seq, &missing).into_iter().for_each(|half| function.tell(half));
-            }
-            function.tell(answer.entry);
-        }
+        let mut busy = hand_out(node, &mut self.regions, &mut self.attached);
         if !self.stranded.is_empty() {
             let (regions, engine) = (&self.regions, &mut self.engine);
             self.stranded.retain(|&key| {

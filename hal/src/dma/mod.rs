@@ -36,7 +36,9 @@
 
 mod capabilities;
 mod descriptor;
+pub(crate) mod kernels;
 mod memory;
+mod processor;
 mod region;
 #[cfg(test)]
 mod tests;
@@ -44,6 +46,7 @@ mod tests;
 pub use capabilities::{Capabilities, DtypeSet, OpSet, Profile};
 pub use descriptor::{Address, Chain, DESCRIPTOR_WORDS, Descriptor, DescriptorError, RegionKey, Scope, Step, Tag};
 pub use memory::DmaMemory;
+pub use processor::Processor;
 pub use region::{RegionError, RegionTable, RegisterError, Span};
 
 use core::fmt;

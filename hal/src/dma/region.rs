@@ -141,6 +141,12 @@ impl<const N: usize> RegionTable<N> {
         Ok(unused)
     }
 
+    /// Return the regions of an owner that are registered, or deregistered and still in use.
+    pub fn of(&self, owner: FunctionId) -> impl Iterator<Item = RegionKey> + '_ {
+        let owned = self.entries.iter().enumerate().filter(move |(_, entry)| entry.owner() == Some(owner));
+        owned.map(|(index, entry)| RegionKey { index: index as u16, generation: entry.generation })
+    }
+
     /// Deregister all regions of an owner that is gone, and return how many of them are still in use.
     pub fn deregister_all(&mut self, owner: FunctionId) -> usize {
         let mut draining = 0;

@@ -21,7 +21,7 @@ pub const MAGIC: u32 = u32::from_le_bytes(*b"SUMA");
 pub const VERSION_MAJOR: u16 = 1;
 
 /// A later minor version only gives a meaning to what was reserved.
-pub const VERSION_MINOR: u16 = 2;
+pub const VERSION_MINOR: u16 = 3;
 
 /// The most queues of a function: the admin queue, and one for each of the device's shards.
 pub const QUEUES_MAX: u32 = 64;
@@ -55,6 +55,11 @@ bitflags! {
         /// It takes how long an operation waits for ranks ([`OperationLimit`](super::OperationLimit)), and says who has no
         /// part in one. Since version 1.2.
         const STRAGGLERS = 1 << 4;
+        /// It reaches only the arena that comes with the function: a rank takes its memory from there, and registers it by
+        /// its offset as the handle. Since version 1.3.
+        const ARENA = 1 << 5;
+        /// It can't wake a rank: who waits for it looks again before long. Since version 1.3.
+        const SILENT = 1 << 6;
     }
 }
 

@@ -45,12 +45,15 @@
 //! before the device says [`DeviceStatus::READY`] and after the host has seen it. Ring indices and doorbells are
 //! atomics ([`ring`](crate::ring)).
 //!
+//! Where host and device share no operating system, [`desk`] is how a rank gets its function.
+//!
 //! Why the layout is a formula and not a table of offsets: what a host does not read, it need not distrust.
 //!
 //! Invariants: neither side reads back what the other can write and relies on it; the host checks every register once,
 //! before it makes a ring of it, and the device never reads its own.
 
 mod bar;
+pub mod desk;
 mod entry;
 #[cfg(test)]
 mod tests;

@@ -60,8 +60,9 @@ fn device() -> Aligned {
 fn golden_registers() {
     let memory = device();
     let dma = config().dma;
+    assert_eq!((Features::ARENA.bits(), Features::SILENT.bits()), (0x20, 0x40));
     let expected = [
-        (0x00, 0x0001_0002_414d_5553),
+        (0x00, 0x0001_0003_414d_5553),
         (0x08, 0x1122_3344_5566_7788),
         (0x10, 0x2000 + 3 * 0x1000),
         (0x18, 0x1_0000_0003),

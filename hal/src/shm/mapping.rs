@@ -69,6 +69,16 @@ pub enum MemoryError {
     },
 }
 
+/// Return the length of memory that a peer has handed over, if nobody can change it.
+fn sealed_len_bytes(file: BorrowedFd<'_>) -> Result<u64, MemoryError> {
+    // Not a memfd: no seals, and an error.
+    if !fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SEALS)) {
+        return Err(MemoryError::Unsealed);
+    }
+    let failed = |errno| MemoryError::System { call: "fstat", len_bytes: 0, errno };
+    Ok(u64::try_from(fstat(file).map_err(failed)?.st_size).unwrap_or(0))
+}
+
 #[derive(Debug)]
 struct Mapping {
     base: NonNull<u8>,
@@ -110,12 +120,7 @@ impl Mapping {
 
     /// Map memory that a peer has handed over.
     fn open(file: OwnedFd, max_len_bytes: u64, protection: ProtFlags) -> Result<Self, MemoryError> {
-        // Not a memfd: no seals, and an error.
-        if !fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SEALS)) {
-            return Err(MemoryError::Unsealed);
-        }
-        let failed = |errno| MemoryError::System { call: "fstat", len_bytes: 0, errno };
-        let len_bytes = u64::try_from(fstat(&file).map_err(failed)?.st_size).unwrap_or(0);
+        let len_bytes = sealed_len_bytes(file.as_fd())?;
         let max = max_len_bytes.min(isize::MAX as u64);
         if len_bytes == 0 || len_bytes > max {
             return Err(MemoryError::Length { len_bytes, max });
@@ -125,9 +130,29 @@ impl Mapping {
         Self::map(&file, len_bytes as usize, Pages::Normal, protection)
     }
 
+    /// Map a part of memory that a peer has handed over.
+    fn open_at(file: BorrowedFd<'_>, offset_bytes: u64, len_bytes: usize) -> Result<Self, MemoryError> {
+        let len = len_bytes as u64;
+        let whole = sealed_len_bytes(file)?;
+        if len == 0 || offset_bytes.checked_add(len).is_none_or(|end| end > whole) {
+            return Err(MemoryError::Length { len_bytes: len, max: whole.saturating_sub(offset_bytes) });
+        }
+        Self::map_at(file, offset_bytes, len_bytes, Pages::Normal, ProtFlags::READ | ProtFlags::WRITE)
+    }
+
     fn map(file: &OwnedFd, len_bytes: usize, pages: Pages, protection: ProtFlags) -> Result<Self, MemoryError> {
+        Self::map_at(file.as_fd(), 0, len_bytes, pages, protection)
+    }
+
+    fn map_at(
+        file: BorrowedFd<'_>,
+        offset_bytes: u64,
+        len_bytes: usize,
+        pages: Pages,
+        protection: ProtFlags,
+    ) -> Result<Self, MemoryError> {
         // SAFETY: a new mapping, at an address that the system chooses.
-        let base = unsafe { mmap(ptr::null_mut(), len_bytes, protection, MapFlags::SHARED, file, 0) };
+        let base = unsafe { mmap(ptr::null_mut(), len_bytes, protection, MapFlags::SHARED, file, offset_bytes) };
         let failed = |errno| MemoryError::System { call: "mmap", len_bytes: len_bytes as u64, errno };
         let base = NonNull::new(base.map_err(failed)?.cast()).ok_or(failed(Errno::INVAL))?;
         let mapping = Self { base, len_bytes, file: None, pages };
@@ -207,6 +232,15 @@ impl Region {
         Ok(Self { mapping: Mapping::open(file, max_len_bytes, ProtFlags::READ | ProtFlags::WRITE)? })
     }
 
+    /// Map `len_bytes` bytes at `offset_bytes` of what a peer has handed over, a multiple of the page's length, if nobody
+    /// can resize it.
+    ///
+    /// # Errors
+    /// [`MemoryError`].
+    pub fn open_at(file: BorrowedFd<'_>, offset_bytes: u64, len_bytes: usize) -> Result<Self, MemoryError> {
+        Ok(Self { mapping: Mapping::open_at(file, offset_bytes, len_bytes)? })
+    }
+
     /// Return the descriptor, to hand over: others may write from now on, unless it was handed over for reading before.
     ///
     /// # Panics
@@ -217,6 +251,16 @@ impl Region {
         // It fails where that was done before. Whoever the memory is handed over to finds out if it ever fails else.
         let _ = fcntl_add_seals(file, SealFlags::SEAL);
         file
+    }
+
+    /// Return the descriptor, for a device in another process that is to write to the memory: its file is still to be handed
+    /// over for [`ReadOnly`], once the device has mapped it, and until then to nobody else.
+    ///
+    /// # Panics
+    /// As [`Region::file`].
+    #[track_caller]
+    pub fn device_file(&self) -> BorrowedFd<'_> {
+        self.mapping.file()
     }
 
     /// Return a descriptor to hand over for [`ReadOnly`]. From now on nobody can write to the memory but through this

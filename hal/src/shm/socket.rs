@@ -6,19 +6,24 @@
 //! |---|---|---|
 //! | 0 | 4 | magic "SUMS" |
 //! | 4 | 2 | version, 1 |
-//! | 6 | 2 | kind: 1 attach, 2 function, 3 memory, 4 refused, 5 bell, 6 redo |
-//! | 8 | 8 | attach: group (32 bits), child (16); memory: handle; refused: reason; bell: queue; redo: where the group's slots begin in the memory, in bytes |
-//! | 16 | 8 | attach: key; redo: bytes of a slot (32 bits), slots (32) |
+//! | 6 | 2 | kind: 1 attach, 2 function, 3 memory, 4 refused, 5 bell, 6 redo, 7 arena |
+//! | 8 | 8 | attach: group (32 bits), child (16); memory: handle; refused: reason; bell: queue; redo, arena: where the group's slots, or the arena, begin in the memory, in bytes |
+//! | 16 | 8 | attach: key; redo: bytes of a slot (32 bits), slots (32); arena: its bytes |
 //! | 24 | 8 | 0 |
 //!
-//! Functions, memory, bells and redo slots come with one file descriptor; the others with none.
+//! Functions, memory, bells, redo slots and arenas come with one file descriptor; the others with none.
 //!
 //! A rank attaches; the device answers with what is refused, or with the function, a bell for each of its queues, and
 //! the redo slots of the rank's group. From then on only memory is handed over, and either side's end is seen.
+//!
+//! A device that reaches no memory of the rank's own making ([`Features::ARENA`](crate::mmio::Features::ARENA)) hands over
+//! an arena last; the rank takes its memory from there, and hands over none. Behind such a socket there may be a broker, which
+//! is not the device itself.
 
 use super::peer::{Peer, PeerError};
 use super::ready::readable;
 use crate::ids::{ChildIndex, GroupId};
+pub use crate::mmio::desk::AttachRefusal;
 use rustix::io::{Errno, fcntl_dupfd_cloexec, retry_on_intr};
 use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
 use rustix::net::{
@@ -82,26 +87,14 @@ pub enum Message {
         /// How many there are.
         slots: u32,
     },
-}
-
-/// Why a rank can't attach.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[repr(u64)]
-#[non_exhaustive]
-pub enum AttachRefusal {
-    /// No such link, or another key.
-    #[error("the device expects no such child to attach: its group is gone, or the key is wrong")]
-    Stranger = 1,
-    /// Somebody is there already.
-    #[error("this child has attached already")]
-    Attached = 2,
-    /// The device has no function to give.
-    #[error("the device has no memory for another function")]
-    NoRoom = 3,
-}
-
-impl AttachRefusal {
-    const ALL: [Self; 3] = [Self::Stranger, Self::Attached, Self::NoRoom];
+    /// From a device that has [`Features::ARENA`](crate::mmio::Features::ARENA), last of all: the only memory that it
+    /// reaches. With a descriptor.
+    Arena {
+        /// Where it begins in the memory.
+        offset_bytes: u64,
+        /// Its length.
+        len_bytes: u64,
+    },
 }
 
 /// A message, and the descriptor that came with it.
@@ -332,7 +325,10 @@ impl AsFd for Connection {
 
 impl Message {
     const fn has_file(&self) -> bool {
-        matches!(self, Self::Function | Self::Memory { .. } | Self::Bell { .. } | Self::Redo { .. })
+        matches!(
+            self,
+            Self::Function | Self::Memory { .. } | Self::Bell { .. } | Self::Redo { .. } | Self::Arena { .. }
+        )
     }
 
     fn emit(&self) -> [u8; MESSAGE_LEN] {
@@ -345,6 +341,7 @@ impl Message {
             Self::Redo { offset_bytes, slot_len_bytes, slots } => {
                 (6, offset_bytes, u64::from(slot_len_bytes) | u64::from(slots) << 32)
             }
+            Self::Arena { offset_bytes, len_bytes } => (7, offset_bytes, len_bytes),
         };
         let mut bytes = [0; MESSAGE_LEN];
         bytes[..4].copy_from_slice(&MAGIC);
@@ -363,9 +360,10 @@ impl Message {
             1 => Self::Attach { group: GroupId(value as u32), child: ChildIndex((value >> 32) as u16), key: second },
             2 => Self::Function,
             3 => Self::Memory { handle: value },
-            4 => Self::Refused { reason: AttachRefusal::ALL.into_iter().find(|&reason| reason as u64 == value)? },
+            4 => Self::Refused { reason: AttachRefusal::from_wire(value)? },
             5 => Self::Bell { queue: value as u32 },
             6 => Self::Redo { offset_bytes: value, slot_len_bytes: second as u32, slots: (second >> 32) as u32 },
+            7 => Self::Arena { offset_bytes: value, len_bytes: second },
             _ => return None,
         };
         // Magic, version and everything that has no meaning.

@@ -1,5 +1,6 @@
 //! The handshake with the device (`sumac_hal::shm`, socket): what a rank shows, and what it gets.
 
+use super::arena::Arena;
 use super::error::AttachError;
 use super::queue::Ends;
 use super::redo::{REDO_HEAD_BYTES, REDO_MAX_BYTES, Redo};
@@ -56,6 +57,8 @@ pub(super) struct Attached {
     pub(super) admin: Ends,
     pub(super) data: Ends,
     pub(super) redo: Redo,
+    /// The only memory that the device reaches, if it does not reach all.
+    pub(super) arena: Option<Arena>,
 }
 
 impl Attached {
@@ -106,8 +109,17 @@ impl Attached {
             }
             other => return Err(unexpected(&other.message, "the redo slots")),
         };
+        let arena = match identity.features.contains(Features::ARENA) {
+            false => None,
+            true => match next(&connection)? {
+                Received { message: Message::Arena { offset_bytes, len_bytes }, file: Some(file) } => {
+                    Some(Arena::new(file, offset_bytes, len_bytes))
+                }
+                other => return Err(unexpected(&other.message, "the arena")),
+            },
+        };
         function.bar().set_control(HostControl::ENABLE);
-        Ok(Self { connection, function, identity, admin, data, redo })
+        Ok(Self { connection, function, identity, admin, data, redo, arena })
     }
 }
 
@@ -125,6 +137,7 @@ fn unexpected(message: &Message, expected: &'static str) -> AttachError {
         Message::Memory { .. } => "memory",
         Message::Bell { .. } => "a bell",
         Message::Redo { .. } => "the redo slots",
+        Message::Arena { .. } => "the arena",
         _ => "something else",
     };
     AttachError::Order(said, expected)

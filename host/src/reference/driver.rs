@@ -4,6 +4,7 @@
 //! slices, and between them the connection and the heartbeat are looked at.
 
 use super::Transfer;
+use super::arena::{self, Arena};
 use super::attach::{Attached, Seating};
 use super::endpoint::{BounceConfig, Places, ReferenceConfig, ReferenceEndpoint};
 use super::error::{AttachError, Breach, RegisterError};
@@ -20,12 +21,15 @@ use sumac_hal::mmio::{
 };
 use sumac_hal::op::{Dtype, OpDesc, Path};
 use sumac_hal::ring::Patience;
-use sumac_hal::shm::{Connection, Function, Message, Pages, Region, SocketError, Waiter};
+use sumac_hal::shm::{Connection, Function, Message, Region, SocketError, Waiter};
 use sumac_hal::uplink::HopTimers;
 use sumac_hal::wire::{Limit, RankMask};
 
 /// How long to sleep before the connection and the heartbeat are looked at.
 const SLICE: Duration = Duration::from_millis(20);
+
+/// The same where the device can wake nobody: some of its chunks' time.
+const NAP: Duration = Duration::from_micros(300);
 
 /// How long a device may take to register memory: it maps it, and may touch every page.
 const REGISTER_LIMIT: Duration = Duration::from_secs(10);
@@ -58,6 +62,10 @@ pub struct ReferenceDriver {
     pub(super) registry: Registry,
     bounce: Region,
     pub(super) redo: Redo,
+    /// Where memory comes from, if the device does not reach all.
+    pub(super) arena: Option<Arena>,
+    /// How long to sleep before rings are looked at, woken or not.
+    slice: Duration,
     waiter: Waiter,
     waker: Waker,
     looked: Instant,
@@ -85,12 +93,17 @@ impl ReferenceDriver {
 
     /// The same, where the device is perhaps no process of its own.
     pub(super) fn with_life(seating: &Seating, life: Life) -> Result<Self, AttachError> {
-        let Attached { connection, function, identity, admin, mut data, redo } = Attached::open(seating)?;
+        let Attached { connection, function, identity, admin, mut data, redo, mut arena } = Attached::open(seating)?;
         let chunk = usize::from(seating.chunk_len_bytes).next_multiple_of(64);
         let alignment = identity.dma.alignment_bytes.max(64) as usize;
         let len_bytes = BOUNCE_LEN_BYTES.max(2 * chunk.next_multiple_of(alignment));
         let len_bytes = len_bytes.next_multiple_of(alignment);
-        let bounce = Region::create(len_bytes, Pages::Normal)?;
+        let failed = |reason| AttachError::Bounce { len_bytes: len_bytes as u64, reason };
+        let (bounce, start) = match &mut arena {
+            Some(arena) => arena.take(len_bytes).map_err(failed)?,
+            None => (arena::own(len_bytes).map_err(failed)?, 0),
+        };
+        let slice = if identity.features.contains(Features::SILENT) { NAP } else { SLICE };
         // One place is left for the word of which operations differ.
         let in_flight_max = data.completions.capacity() - 1;
         let config = ReferenceConfig {
@@ -118,6 +131,8 @@ impl ReferenceDriver {
             registry: Registry::default(),
             bounce,
             redo,
+            arena,
+            slice,
             // The ranks, the device, and the device's engine.
             waiter: Waiter::new(Patience::for_this_machine(seating.ranks_here + 2).with_yields(YIELDS)),
             looked: Instant::now(),
@@ -131,9 +146,10 @@ impl ReferenceDriver {
         };
         let beats = identity.features.contains(Features::HEARTBEAT);
         driver.pulse = beats.then(|| Pulse::new(DEAD, driver.function.bar().heartbeat(), Instant::now()));
-        let failed = |reason| AttachError::Bounce { len_bytes: len_bytes as u64, reason };
-        hand_over(&driver.connection, 0, &driver.bounce).map_err(failed)?;
-        driver.config.bounce.region = driver.register(0, len_bytes).map_err(failed)?;
+        if driver.arena.is_none() {
+            hand_over(&driver.connection, 0, &driver.bounce).map_err(failed)?;
+        }
+        driver.config.bounce.region = driver.register(start, len_bytes).map_err(failed)?;
         driver.endpoint = ReferenceEndpoint::new(driver.config.clone());
         Ok(driver)
     }
@@ -157,11 +173,12 @@ impl ReferenceDriver {
             self.endpoint.fail(breach.into());
             return Err(breach.into());
         }
-        let region = Region::create(len_bytes, Pages::Normal)?;
-        let handle = self.next_handle;
-        self.next_handle += 1;
-        let handed = hand_over(&self.connection, handle, &region);
+        let (region, handle) = self.memory(len_bytes)?;
+        let handed = if self.arena.is_none() { hand_over(&self.connection, handle, &region) } else { Ok(()) };
         let registered = handed.and_then(|()| self.register(handle, len_bytes));
+        if let (Some(arena), Ok(_) | Err(RegisterError::Refused(_))) = (&mut self.arena, &registered) {
+            arena.note(handle, registered.as_ref().ok().copied());
+        }
         let registered = registered.and_then(|key| Ok(self.unused(key)?));
         match registered {
             Err(RegisterError::Broken(breach)) => self.endpoint.fail(breach.into()),
@@ -170,6 +187,16 @@ impl ReferenceDriver {
         }
         let key = registered?;
         Ok(self.registry.insert(region, key, len))
+    }
+
+    /// Return zeroed memory that the device can be told of, and the handle to do it by.
+    fn memory(&mut self, len_bytes: usize) -> Result<(Region, u64), RegisterError> {
+        if let Some(arena) = &mut self.arena {
+            return arena.take(len_bytes);
+        }
+        let handle = self.next_handle;
+        self.next_handle += 1;
+        Ok((arena::own(len_bytes)?, handle))
     }
 
     /// Post an operation with these buffers, which are as long as the operation needs and stay where they are until it
@@ -267,7 +294,7 @@ impl ReferenceDriver {
     /// Sleep until the device has something, the driver is woken or `timeout` has passed; it may return earlier, and
     /// does so often enough for [`ReferenceDriver::pump`] to see that the device is gone.
     pub fn wait(&mut self, timeout: Option<Duration>) {
-        let deadline = Instant::now() + timeout.unwrap_or(SLICE).min(SLICE);
+        let deadline = Instant::now() + timeout.unwrap_or(self.slice).min(self.slice);
         let Ends { completions, queue, .. } = &mut self.data;
         // Counted modulo 2^32 on both sides.
         queue.host_wants().set(self.endpoint.wanted() as u32);
@@ -355,7 +382,10 @@ impl ReferenceDriver {
     /// Deal with an answer that nobody waits for.
     fn note(&mut self, answered: &Answered) -> Result<(), Breach> {
         match answered.purpose {
-            Purpose::Leaving(region) if answered.status == EntryStatus::Result => self.registry.remove(region),
+            Purpose::Leaving(region) if answered.status == EntryStatus::Result => {
+                self.registry.remove(region);
+                self.arena.iter_mut().for_each(|arena| arena.give_back(region));
+            }
             // What the device does not let go of stays mapped, and is not looked up by anybody.
             Purpose::Leaving(region) => {
                 tracing::warn!(device = self.device, ?region, status = ?answered.status, "a region stays registered");
@@ -450,8 +480,9 @@ impl ReferenceDriver {
             }
             let Ends { completions, queue, .. } = &mut self.admin.ends;
             let news = || completions.available().map_or(true, |count| count > 0);
-            let slice = Some(deadline.min(now + SLICE));
-            if !self.waiter.wait(&[queue.host_bell()], slice, news).unwrap_or(false) {
+            let slice = Some(deadline.min(now + self.slice));
+            let is_news = self.waiter.wait(&[queue.host_bell()], slice, news).unwrap_or(false);
+            if !is_news && self.looked.elapsed() >= SLICE {
                 self.look()?;
             }
         }
@@ -461,6 +492,10 @@ impl ReferenceDriver {
 impl Drop for ReferenceDriver {
     fn drop(&mut self) {
         self.retire();
+        if self.arena.is_some() {
+            // Another rank may get the arena, and buffers of this one may live on.
+            self.registry.sever(&self.device);
+        }
         self.function.bar().set_control(HostControl::RESET);
     }
 }

@@ -173,6 +173,15 @@ impl Registry {
         self.entries.retain(|entry| entry.key != key);
     }
 
+    /// Take all memory that a buffer still has away from everybody else.
+    pub(super) fn sever(&self, device: &str) {
+        for Entry { region, .. } in self.entries.iter().filter(|entry| Arc::strong_count(&entry.region) > 1) {
+            if let Err(error) = region.lock().unwrap_or_else(PoisonError::into_inner).sever() {
+                tracing::error!(device, %error, "a buffer stays in memory that another rank may get");
+            }
+        }
+    }
+
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.entries.len()

@@ -18,6 +18,7 @@
 //! | `bounce` | where chunks of other memory lie in the bounce buffer |
 //! | `attach` | the handshake with the device |
 //! | `queue` | both ends of a queue of the function, and who wakes whom |
+//! | `arena` | where memory comes from |
 //! | `memory` | registered memory: [`Buffer`], and where a slice lies in it |
 //! | `redo` | what the device has published, as this rank reads it |
 //! | `pulse` | whether the device's runtime goes on |
@@ -34,6 +35,7 @@
 //!   copied from its redo slot, and of what it had not it has touched no destination.
 //! - Registered memory stays mapped until the device has let go of it and its [`Buffer`] is dropped.
 
+mod arena;
 mod attach;
 mod bounce;
 mod driver;

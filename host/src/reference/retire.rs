@@ -3,7 +3,7 @@
 //!
 //! What ends the device's writes, in the order in which it is tried:
 //! 1. The device itself: it answers a fence when nothing of the group can take effect any more.
-//! 2. The end of its process, if its connection has hung up.
+//! 2. The end of its process, if its connection has hung up and is the device's own, not a broker's.
 //! 3. A device that is there and silent, or gone but not dead, keeps the memory it had, and this process gets fresh
 //!    memory with the same contents at the same addresses ([`Region::sever`](sumac_hal::shm::Region::sever)).
 //! 4. Where the system has no memory for that, the device's process is ended by force.
@@ -110,7 +110,10 @@ impl ReferenceDriver {
         let command = AdminCommand::Fence { group: self.config.group, epoch: self.config.epoch };
         match self.command(command, FENCE_LIMIT) {
             Ok((EntryStatus::Result, _)) => return Fence::Confirmed,
-            Err(RegisterError::Gone) if self.gone && (self.life.has_ended)(self.connection.peer(), END_LIMIT) => {
+            // Behind an arena the peer is a broker, whose end is not the device's.
+            Err(RegisterError::Gone)
+                if self.gone && self.arena.is_none() && (self.life.has_ended)(self.connection.peer(), END_LIMIT) =>
+            {
                 return Fence::Ended;
             }
             other => {

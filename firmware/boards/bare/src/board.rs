@@ -8,6 +8,7 @@
 //! Every shard has a core, a network interface and a node of its own; what they share is a [`Desk`] each, over which the
 //! first hands requests and gets answers. So the data path takes no lock.
 
+use crate::bus::Bus;
 use crate::control::{Control, ControlError};
 use crate::options::BoardOptions;
 use crate::stack::Stack;
@@ -15,7 +16,7 @@ use heapless::Vec;
 use heapless::spsc::{Consumer, Producer, Queue};
 use smoltcp::phy::Device;
 use sumac_device::{Entry, Event, Node, TRACE_LEN, runtime};
-use sumac_hal::ctrl::{Announce, Request, Response, shards};
+use sumac_hal::ctrl::{self, Announce, GroupConfig, Request, Response, shards};
 use sumac_hal::ids::BootId;
 use sumac_hal::port::Port;
 use sumac_hal::shard::MAX_SHARDS;
@@ -167,31 +168,61 @@ fn ask(request: &Request, others: &mut impl Others, chosen: impl Fn(usize) -> bo
     answers
 }
 
+/// Let a new group's children by reference attach; a group whose children can't is none.
+fn admit(config: &GroupConfig, node: &mut Node<'_>, bus: &mut Bus, now: Instant) -> Response {
+    if config.by_reference.is_empty() {
+        return Response::Done;
+    }
+    match bus.expect(node, config) {
+        Ok(()) => Response::Done,
+        Err(refusal) => {
+            node.control(&Request::ReleaseGroup(config.group), now);
+            Response::Refused(refusal)
+        }
+    }
+}
+
 /// The first shard of a board, and its control connection.
 pub struct Board<'m, D: Device, O: Others = Alone> {
     shard: Shard<'m, D>,
     control: Control,
     others: O,
+    /// Ranks by reference, if there are any.
+    bus: Option<Bus>,
     /// What was told last of the controller: that it is connected, that it is not, or nothing yet.
     told_up: Option<bool>,
     ended: Option<ControlError>,
 }
 
 impl<'m, D: Device, O: Others> Board<'m, D, O> {
-    /// Put a board together; it dials the controller with the first step. `options` are the first shard's.
-    pub fn new(stack: Stack<D>, node: Node<'m>, others: O, options: &BoardOptions, boot_id: BootId) -> Self {
+    /// Put a board together; it dials the controller with the first step. `options` are the first shard's. `bus` serves
+    /// ranks by reference if that is the only shard: memory is registered with the device, and only then is that with one
+    /// table.
+    pub fn new(
+        stack: Stack<D>,
+        node: Node<'m>,
+        others: O,
+        bus: Option<Bus>,
+        options: &BoardOptions,
+        boot_id: BootId,
+    ) -> Self {
         let mut others = others;
         let shards = 1 + others.desks().len() as u16;
         let addrs = (0..shards).filter_map(|shard| stack.local_addr().behind(shard));
+        let bus = bus.filter(|_| shards == 1);
+        let announced = options.bus.clone().zip(bus.as_ref()).map(|((machine, socket), bus)| {
+            let (redo, _) = bus.redo_memory();
+            ctrl::Bus { machine, socket, redo_memory_bytes: redo.len_bytes }
+        });
         let announce = Announce {
             name: options.name.clone(),
             boot_id,
             capabilities: node.capabilities(),
             data_addrs: addrs.take(MAX_SHARDS).collect(),
-            bus: None,
+            bus: announced,
         };
         let control = Control::new(options.controller, announce, boot_id.0 as u16);
-        Self { shard: Shard { stack, node, traced: 0 }, control, others, told_up: None, ended: None }
+        Self { shard: Shard { stack, node, traced: 0 }, control, others, bus, told_up: None, ended: None }
     }
 
     /// Return the NIC.
@@ -207,13 +238,28 @@ impl<'m, D: Device, O: Others> Board<'m, D, O> {
     /// Do what there is to do at `now`; returns when to come again if nothing arrives before, `Some(now)` or earlier if
     /// at once.
     pub fn step(&mut self, now: Instant) -> Option<Instant> {
+        if let Some(bus) = &mut self.bus {
+            bus.take(&mut self.shard.node, now);
+        }
         let next = self.shard.step(now);
-        let Self { shard: Shard { stack, node, .. }, control, others, .. } = self;
-        if let Err(error) = control.poll(stack, now, |request| carry_out(request, node, others, now)) {
+        let Self { shard: Shard { stack, node, .. }, control, others, bus, .. } = self;
+        if let Some(bus) = bus {
+            bus.serve(node, now);
+        }
+        let polled = control.poll(stack, now, |request| {
+            let is_new = |config: &&GroupConfig| !node.has_group(config.group);
+            let created = if let Request::CreateGroup(config) = request { Some(config).filter(is_new) } else { None };
+            match (carry_out(request, node, others, now), created, &mut *bus) {
+                (Response::Done, Some(config), Some(bus)) => admit(config, node, bus, now),
+                (response, _, _) => response,
+            }
+        });
+        if let Err(error) = polled {
             self.ended = Some(error);
         }
         let redial = self.control.poll_at();
-        self.shard.finish([next, redial], now)
+        let look = self.bus.as_ref().map(|bus| bus.come_again(now));
+        self.shard.finish([next, redial, look], now)
     }
 
     /// Return the next thing that has happened.

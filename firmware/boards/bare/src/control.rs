@@ -189,7 +189,7 @@ impl Control {
     fn answer(&self, request: Request, carry_out: &mut impl FnMut(&Request) -> Response) -> Response {
         match request {
             Request::Hello => Response::Hello(self.announce.clone()),
-            Request::CreateGroup(config) if !config.by_reference.is_empty() => {
+            Request::CreateGroup(config) if !config.by_reference.is_empty() && self.announce.bus.is_none() => {
                 Response::Refused(Refusal::NoBus(NoBus::None))
             }
             // Nothing joins shared addresses here, and what is sent to one would not leave an emulated machine's network.

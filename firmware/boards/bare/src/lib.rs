@@ -24,6 +24,7 @@
 extern crate std;
 
 mod board;
+mod bus;
 mod control;
 mod options;
 mod stack;
@@ -31,6 +32,7 @@ mod stack;
 mod tests;
 
 pub use board::{Alone, Answering, Asking, Board, BoardEvent, Desk, Further, Others};
+pub use bus::{Bus, BusMemory, BusTables};
 pub use control::{Control, ControlError, REDIAL};
 #[cfg(feature = "faults")]
 pub use options::Fault;

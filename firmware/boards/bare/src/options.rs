@@ -18,6 +18,7 @@ use thiserror::Error;
 /// | `gateway` | the next hop for everybody else |
 /// | `listen` | the UDP port of the first shard; others take the next ones |
 /// | `data` | where peers send to, if that is not `ip` and `listen`: behind address translation |
+/// | `machine`, `socket` | where ranks are that share memory with the board, and what their broker listens on |
 /// | `watchdog_ms` | how long a core may take to come round; 20,000 unless told |
 /// | `fault` | with the feature `faults`, for tests: `panic`, `access` or `hang`, once in the first life |
 ///
@@ -37,6 +38,8 @@ pub struct BoardOptions {
     pub listen: u16,
     /// Where peers send the first shard's packets to.
     pub data: SocketAddrV4,
+    /// The machine whose ranks share memory with the board, and the socket that their broker listens on.
+    pub bus: Option<(Name, Name)>,
     /// How long a core may take to come round.
     pub watchdog: Duration,
     /// What is to go wrong.
@@ -70,7 +73,9 @@ pub enum OptionsError {
         line: usize,
     },
     /// A key that nobody knows.
-    #[error("line {line}: unknown key; known are name, controller, ip, gateway, listen, data, watchdog_ms")]
+    #[error(
+        "line {line}: unknown key; known are name, controller, ip, gateway, listen, data, machine, socket, watchdog_ms"
+    )]
     Key {
         /// Which, from 1.
         line: usize,
@@ -101,6 +106,7 @@ impl BoardOptions {
     pub fn parse(text: &str) -> Result<Self, OptionsError> {
         let (mut name, mut controller, mut ip, mut gateway) = (None, None, None, None);
         let (mut listen, mut data, mut watchdog) = (None, None, WATCHDOG);
+        let (mut machine, mut socket) = (None, None);
         #[cfg(feature = "faults")]
         let mut fault = None;
         for (line, text) in (1..).zip(text.lines()) {
@@ -110,12 +116,14 @@ impl BoardOptions {
             }
             let (key, value) = text.split_once('=').ok_or(OptionsError::Line { line })?;
             match (key.trim(), value.trim()) {
-                ("name", value) => name = Some(parse_name(value)?),
+                ("name", value) => name = Some(parse_name("name", value)?),
                 ("controller", value) => controller = Some(parse("controller", value, "an IPv4 address and port")?),
                 ("ip", value) => ip = Some(parse("ip", value, "an IPv4 address and prefix, as 10.0.2.15/24")?),
                 ("gateway", value) => gateway = Some(parse("gateway", value, "an IPv4 address")?),
                 ("listen", value) => listen = Some(parse_port(value)?),
                 ("data", value) => data = Some(parse("data", value, "an IPv4 address and port")?),
+                ("machine", value) => machine = Some(parse_name("machine", value)?),
+                ("socket", value) => socket = Some(parse_name("socket", value)?),
                 ("watchdog_ms", value) => watchdog = Duration::from_millis(parse_watchdog(value)?),
                 #[cfg(feature = "faults")]
                 ("fault", value) => fault = Some(parse_fault(value)?),
@@ -131,6 +139,12 @@ impl BoardOptions {
             gateway: gateway.ok_or(missing("gateway"))?,
             listen,
             data: data.unwrap_or(SocketAddrV4::new(ip.address(), listen)),
+            bus: match (machine, socket) {
+                (Some(machine), Some(socket)) => Some((machine, socket)),
+                (None, None) => None,
+                (None, _) => return Err(missing("machine")),
+                (_, None) => return Err(missing("socket")),
+            },
             watchdog,
             #[cfg(feature = "faults")]
             fault,
@@ -177,8 +191,8 @@ fn parse_fault(value: &str) -> Result<Fault, OptionsError> {
     }
 }
 
-fn parse_name(value: &str) -> Result<Name, OptionsError> {
+fn parse_name(key: &'static str, value: &str) -> Result<Name, OptionsError> {
     const { assert!(MAX_NAME_LEN == 64) };
     let name = Name::try_from(value).ok().filter(|name| !name.is_empty());
-    name.ok_or_else(|| wrong("name", value, "1 to 64 bytes"))
+    name.ok_or_else(|| wrong(key, value, "1 to 64 bytes"))
 }

@@ -450,7 +450,12 @@ fn options_say_what_is_wrong() {
     let shard = options.shard(2).expect("a port");
     assert_eq!((shard.listen, shard.data.port()), (7002, 7002));
     assert_eq!(options.shard(60_000), None);
+    assert_eq!(options.bus, None);
+    let bus = BoardOptions::parse(&format!("{text}socket=s\nmachine=m\n")).expect("options").bus.expect("a bus");
+    assert_eq!((bus.0.as_str(), bus.1.as_str()), ("m", "s"));
     let error = |text: &str| BoardOptions::parse(text).expect_err("an error");
+    assert_eq!(error(&format!("{text}socket=s")), OptionsError::Missing { key: "machine" });
+    assert_eq!(error(&format!("{text}machine=m")), OptionsError::Missing { key: "socket" });
     assert_eq!(error("name"), OptionsError::Line { line: 1 });
     assert_eq!(error("\ncolour=red"), OptionsError::Key { line: 2 });
     assert_eq!(error("name=a"), OptionsError::Missing { key: "ip" });

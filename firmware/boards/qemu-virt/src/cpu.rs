@@ -20,6 +20,15 @@ const STACK_BYTES: usize = 256 << 10;
 /// What a stack holds where it was never used.
 const STACK_PAINT: u64 = 0x5ac5_ac5a_c5ac_5ac5;
 
+/// Where functions on PCIe are configured (QEMU's hw/arm/virt: its high ECAM, behind 256 GiB of addresses).
+pub(crate) const PCI_CONFIG: u64 = 0x40_1000_0000;
+
+/// The window for 64-bit BARs, as the bus has it.
+pub(crate) const PCI_WINDOW: u64 = 0x80_0000_0000;
+
+/// The same as this core has it, a gigabyte of it.
+pub(crate) const PCI_MEMORY: u64 = 0xc000_0000;
+
 /// The frequency of the system counter in Hz.
 fn counter_hz() -> u64 {
     let hz: u64;
@@ -165,6 +174,10 @@ static TABLE: Table = {
     let mut entries = [0; 512];
     entries[0] = BLOCK | ACCESSED | NEVER_EXECUTE | DEVICE;
     entries[1] = 0x4000_0000 | BLOCK | ACCESSED | INNER_SHAREABLE | NORMAL;
+    // What functions on PCIe share with the host is memory, and lies in the window for nothing else, which is beyond these
+    // addresses.
+    entries[(PCI_MEMORY >> 30) as usize] = PCI_WINDOW | BLOCK | ACCESSED | NEVER_EXECUTE | INNER_SHAREABLE | NORMAL;
+    entries[(PCI_CONFIG >> 30) as usize] = (PCI_CONFIG & !0x3fff_ffff) | BLOCK | ACCESSED | NEVER_EXECUTE | DEVICE;
     Table(entries)
 };
 
@@ -179,7 +192,7 @@ global_asm!(
 
     mov     x0, #0xff00             // 0: Device-nGnRnE; 1: normal, write-back
     msr     mair_el1, x0
-    ldr     x0, =0x100803519        // T0SZ 25, 4 KiB granule, walks cacheable and shareable, no TTBR1, 36-bit addresses
+    ldr     x0, =0x200803519        // T0SZ 25, 4 KiB granule, walks cacheable and shareable, no TTBR1, 40-bit addresses
     msr     tcr_el1, x0
     ldr     x0, ={table}
     msr     ttbr0_el1, x0

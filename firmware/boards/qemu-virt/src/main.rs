@@ -15,6 +15,7 @@ mod fw_cfg;
 mod gic;
 mod keep;
 mod log;
+mod pci;
 mod uart;
 
 use core::sync::atomic::{AtomicUsize, Ordering};
@@ -22,9 +23,10 @@ use core::time::Duration;
 use cpu::MAX_CORES;
 use heapless::Vec;
 use sumac_bare::{
-    Answering, Asking, Board, BoardEvent, BoardOptions, Buffers, Desk, Further, MAX_PACKET_LEN_BYTES, RX_PACKETS, Stack,
+    Answering, Asking, Board, BoardEvent, BoardOptions, Buffers, Bus, BusMemory, BusTables, Desk, Further,
+    MAX_PACKET_LEN_BYTES, RX_PACKETS, Stack,
 };
-use sumac_device::{Memory, Node, NodeConfig, Storage};
+use sumac_device::{Memory, Node, NodeConfig, RedoSlot, Reference, References, Storage};
 use sumac_hal::ids::BootId;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
@@ -42,6 +44,9 @@ const CHILDREN: usize = 512;
 const SLOTS: usize = 2048;
 /// Accumulators and staging of all slots.
 const SLOT_MEMORY_BYTES: usize = 4 << 20;
+
+/// Contributions by reference of all slots: slots x children of each group.
+const REFERENCES: usize = 4096;
 
 /// How long a core may take to start.
 const START: Duration = Duration::from_secs(20);
@@ -63,6 +68,18 @@ static mut CORES: [Core; MAX_CORES] =
     [const { Core { tables: Memory::new(), buffers: Buffers::new(), frames: Frames::new() } }; MAX_CORES];
 // Apart: all zeros, which take no room in the image.
 static mut SLOT_MEMORY: [[u8; SLOT_MEMORY_BYTES]; MAX_CORES] = [[0; SLOT_MEMORY_BYTES]; MAX_CORES];
+/// What ranks by reference need besides, on the first core.
+struct ByReference {
+    tables: BusTables,
+    redo: [RedoSlot; SLOTS],
+    references: [Reference; REFERENCES],
+}
+
+static mut BY_REFERENCE: ByReference = ByReference {
+    tables: BusTables::new(),
+    redo: [RedoSlot::EMPTY; SLOTS],
+    references: [Reference::EMPTY; REFERENCES],
+};
 static mut DESKS: [Desk; MAX_CORES - 1] = [const { Desk::new() }; MAX_CORES - 1];
 
 /// What the first core tells the others before they start.
@@ -115,7 +132,14 @@ extern "C" fn main() -> ! {
     let boot_id = BootId(VIRTIO.random().unwrap_or_else(|| cpu::now().as_nanos() ^ u64::from(life) << 48));
     let shards = VIRTIO.network_cards().clamp(1, MAX_CORES);
     let others = start_others(&options, boot_id, shards);
-    let (stack, node) = shard(0, &options, boot_id, shards as u16);
+    // SAFETY: the first core alone names it, here and once.
+    let ByReference { tables, redo, references } = unsafe { &mut *&raw mut BY_REFERENCE };
+    let bus = options.bus.as_ref().filter(|_| shards == 1).map(|_| open_bus(tables, boot_id));
+    let references = bus.as_ref().map(|bus| {
+        let (memory, capabilities) = bus.redo_memory();
+        References { redo, references, memory, capabilities }
+    });
+    let (stack, node) = shard(0, &options, boot_id, shards as u16, references);
     defmt::info!(
         "{=str} is ready: life {=u32}, boot id {=u64:016x}, {=usize} cores",
         options.name.as_str(),
@@ -129,7 +153,7 @@ extern "C" fn main() -> ! {
         keep::End::Fault => defmt::warn!("the life before ended by a fault"),
         keep::End::Watchdog => defmt::warn!("the life before was ended by the watchdog"),
     }
-    let mut board = Board::new(stack, node, others, &options, boot_id);
+    let mut board = Board::new(stack, node, others, bus, &options, boot_id);
     let (mut lost, mut busy) = (0, Duration::ZERO);
     #[cfg(feature = "faults")]
     if let Some(fault) = options.fault.filter(|_| life == 1) {
@@ -154,6 +178,25 @@ extern "C" fn main() -> ! {
         }
         next
     })
+}
+
+/// Let ranks of the host contribute by reference: the first function is the desk, the second redo memory, all others seats.
+fn open_bus(tables: &'static mut BusTables, boot_id: BootId) -> Bus {
+    let (mut desk, mut redo, mut seats) = (None, None, Vec::new());
+    pci::shared_memory(|memory| match (desk, redo) {
+        (None, _) => desk = Some(memory),
+        (_, None) => redo = Some(memory),
+        // More than there can be are left alone.
+        _ => drop(seats.push(memory)),
+    });
+    let (Some(desk), Some(redo)) = (desk, redo) else {
+        panic!("options name a bus, and QEMU has not two ivshmem functions for it");
+    };
+    defmt::info!("by reference: {=usize} seats, {=usize} B of redo memory", seats.len(), size_of_val(redo));
+    match Bus::open(tables, BusMemory { desk, redo, seats }, boot_id) {
+        Ok(bus) => bus,
+        Err(error) => panic!("the bus: {error}"),
+    }
 }
 
 /// Start a core for each further shard; returns their desks.
@@ -191,7 +234,7 @@ extern "C" fn further(core: usize) -> ! {
         panic!("core {core} was told nothing");
     };
     let Some(options) = told.options.shard(core as u16) else { panic!("no port for core {core}") };
-    let (stack, node) = shard(core, &options, told.boot_id, told.shards);
+    let (stack, node) = shard(core, &options, told.boot_id, told.shards, None);
     let mut further = Further::new(stack, node, desk);
     SERVING.store(core, Ordering::Release);
     serve(options.watchdog, |now| {
@@ -206,7 +249,13 @@ extern "C" fn further(core: usize) -> ! {
 }
 
 /// Set up this core's interrupts, network and node. Once a core.
-fn shard(core: usize, options: &BoardOptions, boot_id: BootId, shards: u16) -> (Stack<Nic>, Node<'static>) {
+fn shard(
+    core: usize,
+    options: &BoardOptions,
+    boot_id: BootId,
+    shards: u16,
+    references: Option<References<'static>>,
+) -> (Stack<Nic>, Node<'static>) {
     let Some(shard) = Shard::new(core as u16, shards) else { panic!("core {core} of {shards}") };
     // SAFETY: each core takes its own part, once.
     let (memory, slot_memory) = unsafe { (&mut (*&raw mut CORES)[core], &mut (*&raw mut SLOT_MEMORY)[core]) };
@@ -222,7 +271,12 @@ fn shard(core: usize, options: &BoardOptions, boot_id: BootId, shards: u16) -> (
         max_packet_len_bytes: MAX_PACKET_LEN_BYTES,
         receive_buffer_bytes: RX_PACKETS * 1024,
     };
-    (stack, Node::new(config, Storage { bytes: slot_memory, ..tables.storage() }))
+    let storage = Storage { bytes: slot_memory, ..tables.storage() };
+    let node = match references {
+        Some(references) => Node::with_references(config, storage, references),
+        None => Node::new(config, storage),
+    };
+    (stack, node)
 }
 
 /// Come round for ever: `step` says when there is something to do again.

@@ -83,7 +83,7 @@ extern "C" fn main() -> ! {
         receive_buffer_bytes: RX_PACKETS * 1024,
     };
     let node = Node::new(config, Storage { bytes: slot_memory, ..tables.storage() });
-    let mut board = Board::new(stack, node, Alone, &options, boot_id);
+    let mut board = Board::new(stack, node, Alone, None, &options, boot_id);
     log!("info  {} is ready: life {life}, boot id {:016x}", options.name, boot_id.0);
     #[cfg(feature = "faults")]
     if options.fault.is_some() && life == 1 {

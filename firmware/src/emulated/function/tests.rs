@@ -39,7 +39,9 @@ impl Rig {
     }
 
     fn register(&mut self, handle: u64, len_bytes: u64) -> Result<RegionKey, EntryStatus> {
-        self.function.register(handle, (0, len_bytes), &mut self.regions, &mut self.engine)
+        let Attached { hearing, rings, .. } = &mut self.function;
+        let mut files = Files { hearing, engine: &mut self.engine };
+        rings.register(handle, (0, len_bytes), &mut self.regions, &mut files).expect("it has not hung up")
     }
 }
 
@@ -51,7 +53,7 @@ fn a_call_hears_so_many_messages_and_no_more() {
     // The same handle again and again, so that it is never too much memory.
     (0..3 * MESSAGES_PER_TURN).for_each(|_| rig.hand_over(1, &region));
     rig.function.hear().expect("nothing wrong");
-    let left = (0..).take_while(|_| rig.function.connection.receive(Duration::ZERO).is_ok()).count();
+    let left = (0..).take_while(|_| rig.function.hearing.connection.receive(Duration::ZERO).is_ok()).count();
     assert_eq!(left, 2 * MESSAGES_PER_TURN);
 }
 

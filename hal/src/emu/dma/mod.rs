@@ -16,7 +16,6 @@
 
 mod config;
 mod heap;
-mod kernels;
 mod map;
 mod own;
 mod run;

@@ -8,8 +8,8 @@
 //! Invariant: every span was checked against its pinned region before any pointer into it is used, and a step's
 //! source and destination are disjoint, except where results take the place of accumulators.
 
-use super::kernels::Action;
 use super::map::{Map, Pin};
+use crate::dma::kernels::Action;
 use crate::dma::{Address, Capabilities, RegionKey, Status, Step};
 use std::slice;
 use std::sync::atomic::{AtomicU64, Ordering, fence};

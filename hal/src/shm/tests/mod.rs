@@ -171,6 +171,11 @@ fn messages_arrive_whole_with_their_descriptor() {
     let theirs = Region::open(received.file.expect("memory comes with it"), 4096).expect("it is sealed");
     assert_eq!(bytes_of(&theirs, 0, 11), b"handed over");
 
+    let arena = Message::Arena { offset_bytes: 1 << 40, len_bytes: u64::MAX };
+    device.send(&arena, Some(region.file())).expect("it is open");
+    let received = rank.receive(LONG).expect("a message");
+    assert_eq!((received.message, received.file.is_some()), (arena, true));
+
     assert!(matches!(rank.send(&attach, Some(region.file())), Err(SocketError::Malformed)));
     assert!(matches!(rank.send(&Message::Function, None), Err(SocketError::Malformed)));
     assert!(matches!(device.receive(Duration::ZERO), Err(SocketError::Timeout(_))));
@@ -229,6 +234,23 @@ fn garbage_is_no_message() {
     }
     send(&rank, &good, SendFlags::empty()).expect("it is open");
     assert_eq!(device.receive(LONG).expect("a message").message, Message::Refused { reason: AttachRefusal::Stranger });
+}
+
+#[test]
+fn a_part_of_memory_is_that_part_and_ends_with_the_memory() {
+    let whole = Region::create(3 * 4096, Pages::Normal).expect("memory");
+    let open = |offset_bytes, len_bytes| Region::open_at(whole.file(), offset_bytes, len_bytes);
+    let part = open(4096, 8192).expect("it is there");
+    part.write(8191, b"e");
+    assert_eq!((part.len_bytes(), bytes_of(&whole, 3 * 4096 - 1, 1)), (8192, b"e".to_vec()));
+    for (offset_bytes, len_bytes) in [(4096, 8193), (3 * 4096, 1), (0, 0), (u64::MAX - 4095, 4096), (8192, usize::MAX)]
+    {
+        let refused = open(offset_bytes, len_bytes).expect_err("it is not all there");
+        assert!(matches!(refused, MemoryError::Length { .. }), "{refused}");
+    }
+    let unsealed = memfd_create("sumac-test", MemfdFlags::CLOEXEC).expect("memory");
+    ftruncate(&unsealed, 4096).expect("memory");
+    assert_eq!(Region::open_at(unsealed.as_fd(), 0, 4096).expect_err("it can be resized"), MemoryError::Unsealed);
 }
 
 #[test]

@@ -6,6 +6,7 @@
 
 mod agent;
 mod build;
+mod bus;
 mod log;
 mod run;
 

@@ -4,6 +4,7 @@
 //! this host's UDP port is forwarded to the board's. So nothing needs privileges, and nothing else reaches the board.
 
 use super::build::{BareBoard, default_image};
+use super::bus::{Broker, Told};
 use super::log::LogText;
 use crate::cluster;
 use crate::exit::Failure;
@@ -44,6 +45,13 @@ pub(crate) struct RunArgs {
     /// The UDP port of this host where peers send the packets of the board's first core to; others take the next ones
     #[arg(long, value_name = "PORT", default_value_t = 7100, value_parser = clap::value_parser!(u16).range(1..=65_532))]
     data_port: u16,
+    /// Ranks of this machine that may contribute by reference at a time, each in memory that it shares with the board
+    /// (ivshmem); a rank takes a seat for each of its communicators. qemu-virt with one core
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=16))]
+    seats: u16,
+    /// The memory of each seat in MiB, a power of two up to 32: what a rank's buffers may take together, and a little more
+    #[arg(long, value_name = "MIB", default_value_t = 8, value_parser = seat_mib)]
+    seat_mib: u16,
     /// A further option of the board, as `watchdog_ms=5000`; may be repeated
     #[arg(long, value_name = "KEY=VALUE", value_parser = option)]
     option: Vec<String>,
@@ -97,14 +105,36 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     // Writing to a string can't fail.
     let _ = writeln!(lines, "name={}\ncontroller={controller}", args.name);
     let _ = writeln!(lines, "ip={GUEST}/24\ngateway={GATEWAY}\nlisten={port}\ndata=127.0.0.1:{port}");
+    let bus = start_bus(args)?;
+    if let Some((_, told)) = &bus {
+        lines += &told.options;
+    }
     args.option.iter().for_each(|option| lines += &format!("{option}\n"));
     std::fs::write(&options, lines).context("can't write the board's options").map_err(Failure::Run)?;
     let mut command = cluster::supervised().map_err(Failure::run)?;
     command.arg("emulate").arg("--").args(qemu(args.board, port, args.cores));
     command.arg("-fw_cfg").arg(format!("name=opt/sumac/options,file={}", options.display()));
+    command.args(bus.iter().flat_map(|(_, told)| &told.arguments));
     command.arg("-kernel").arg(&image).args(&args.qemu_arg);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
     supervise(command, log.as_ref())
+}
+
+/// Start the broker, if ranks are to be seated.
+fn start_bus(args: &RunArgs) -> Result<Option<(Broker, Told)>, Failure> {
+    if args.seats == 0 {
+        return Ok(None);
+    }
+    if args.board != BareBoard::QemuVirt || args.cores > 1 {
+        return Err(Failure::Input(anyhow!("--seats {}: only qemu-virt with one core has a bus", args.seats)));
+    }
+    Broker::start(args.seats, usize::from(args.seat_mib) << 20).map(Some).map_err(Failure::Run)
+}
+
+/// Read the size of a seat: what a BAR can have.
+fn seat_mib(text: &str) -> Result<u16, String> {
+    let size = text.parse().ok().filter(|size: &u16| size.is_power_of_two() && *size <= 32);
+    size.ok_or_else(|| format!("{text:?} is not a power of two from 1 to 32"))
 }
 
 /// Check what the board is to check again.

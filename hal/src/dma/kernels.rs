@@ -13,7 +13,7 @@ const BLOCK: usize = 4096;
 
 /// What a step does to each element.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Action {
+pub(crate) enum Action {
     /// `dst = src`.
     Copy,
     /// `dst = widen(src)`.
@@ -30,30 +30,30 @@ pub(super) enum Action {
 
 impl Action {
     /// Return how to widen `source`s.
-    pub(super) fn load(source: Dtype, accumulator: Dtype) -> Option<Self> {
+    pub(crate) fn load(source: Dtype, accumulator: Dtype) -> Option<Self> {
         if source == accumulator { Some(Self::Copy) } else { Kernel::new(source, ReduceOp::Sum).map(Self::Load) }
     }
 
     /// Return how to reduce `source`s into accumulators.
-    pub(super) fn reduce(op: ReduceOp, source: Dtype, accumulator: Dtype) -> Option<Self> {
+    pub(crate) fn reduce(op: ReduceOp, source: Dtype, accumulator: Dtype) -> Option<Self> {
         let kernel = Kernel::new(source, op)?;
         Some(if accumulator == kernel.accumulator() { Self::Combine(kernel) } else { Self::CombineNarrow(kernel) })
     }
 
     /// Return how to round accumulators.
-    pub(super) fn store(op: ReduceOp, output: Dtype, ranks: u32) -> Option<Self> {
+    pub(crate) fn store(op: ReduceOp, output: Dtype, ranks: u32) -> Option<Self> {
         Kernel::new(output, op).map(|kernel| Self::Store(kernel, ranks))
     }
 
     /// Do it to accumulators that the result takes the place of; true if this is for one span only.
-    pub(super) fn apply_in_place(self, dst: &mut [u8]) -> bool {
+    pub(crate) fn apply_in_place(self, dst: &mut [u8]) -> bool {
         let Self::Finish(kernel, ranks) = self else { return false };
         kernel.finish(dst, dst.len() / kernel.accumulator_bytes(), ranks);
         true
     }
 
     /// Do it to slices that hold equally many elements.
-    pub(super) fn apply(self, dst: &mut [u8], src: &[u8]) {
+    pub(crate) fn apply(self, dst: &mut [u8], src: &[u8]) {
         match self {
             Self::Copy => dst.copy_from_slice(src),
             Self::Load(kernel) => kernel.load(dst, src, false),

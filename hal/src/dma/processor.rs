@@ -1,0 +1,302 @@
+//! The engine of a device that has none: its processor does each chain at once, as it is submitted.
+//!
+//! Memory is given as atomics, because others read and write it at the same time: other processors, or another machine's
+//! processes across a BAR. Chains of a caller never overlap in time, so nothing is ever in flight when a call returns:
+//! an abort finds nothing, and a region that is unmapped is quiet at once.
+//!
+//! Invariants:
+//! - a step touches bytes of mapped regions only, each checked against its region just before;
+//! - there is a place for the completion of every chain that is taken.
+
+use super::kernels::Action;
+use super::{
+    Address, Capabilities, Chain, Completion, Engine, LocalMemory, Profile, RegionKey, Scope, Span, Status, Step,
+    SubmitError,
+};
+use core::slice;
+use core::sync::atomic::{AtomicU64, Ordering, fence};
+use heapless::Deque;
+
+/// What the engine reaches under an index.
+#[derive(Debug, Clone, Copy)]
+struct Place<'m> {
+    /// The last generation that was mapped here; 0 for none.
+    generation: u32,
+    memory: Option<&'m [AtomicU64]>,
+}
+
+/// A processor as an engine, with `REGIONS` regions and room for `COMPLETIONS` chains that have ended.
+#[derive(Debug)]
+pub struct Processor<'m, const REGIONS: usize, const COMPLETIONS: usize> {
+    capabilities: Capabilities,
+    places: [Place<'m>; REGIONS],
+    /// The region of the device's own memory.
+    local: Option<RegionKey>,
+    ended: Deque<Completion, COMPLETIONS>,
+}
+
+/// Consecutive bytes of a region.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Bytes {
+    base: *mut u8,
+    len_bytes: usize,
+}
+
+impl Bytes {
+    fn overlaps(&self, other: &Self) -> bool {
+        let (a, b) = (self.base.addr(), other.base.addr());
+        a < b + other.len_bytes && b < a + self.len_bytes
+    }
+}
+
+impl<'m, const REGIONS: usize, const COMPLETIONS: usize> Processor<'m, REGIONS, COMPLETIONS> {
+    /// Make one that reaches nothing yet, and takes chains of up to `max_steps`.
+    pub const fn new(max_steps: u32) -> Self {
+        const { assert!(REGIONS > 0 && REGIONS <= 1 << 16, "a region's index has 16 bits") };
+        let queue_depth = max_steps.saturating_mul(COMPLETIONS as u32);
+        Self {
+            capabilities: Capabilities::new(Profile::Full, max_steps, queue_depth),
+            places: [Place { generation: 0, memory: None }; REGIONS],
+            local: None,
+            ended: Deque::new(),
+        }
+    }
+
+    /// Reach memory under a key; false if the index is beyond the table, something is mapped there, or the generation
+    /// does not come after the last one.
+    #[must_use = "what is not mapped can't be reached"]
+    pub fn map(&mut self, key: RegionKey, memory: &'m [AtomicU64]) -> bool {
+        let Some(place) = self.places.get_mut(usize::from(key.index)) else { return false };
+        if place.memory.is_some() || key.generation <= place.generation {
+            return false;
+        }
+        *place = Place { generation: key.generation, memory: Some(memory) };
+        true
+    }
+
+    /// The same for the device's own memory, of which there is one region.
+    #[must_use = "what is not mapped can't be reached"]
+    pub fn map_local(&mut self, key: RegionKey, memory: &'m [AtomicU64]) -> bool {
+        let mapped = self.local.is_none() && self.map(key, memory);
+        if mapped {
+            self.local = Some(key);
+        }
+        mapped
+    }
+
+    /// Reach a region no more; false if nothing is mapped there under this key.
+    pub fn unmap(&mut self, key: RegionKey) -> bool {
+        let place = self.places.get_mut(usize::from(key.index)).filter(|place| place.generation == key.generation);
+        place.is_some_and(|place| place.memory.take().is_some())
+    }
+
+    /// Reach those regions only that are to be kept.
+    pub fn retain(&mut self, keep: impl Fn(RegionKey) -> bool) {
+        for (index, place) in self.places.iter_mut().enumerate() {
+            if place.memory.is_some() && !keep(RegionKey { index: index as u16, generation: place.generation }) {
+                place.memory = None;
+            }
+        }
+    }
+
+    /// Tell whether a chain has ended that was not polled.
+    pub fn has_completions(&self) -> bool {
+        !self.ended.is_empty()
+    }
+
+    fn bytes(&self, address: Address, len_bytes: u64) -> Result<Bytes, Status> {
+        let place = self.places.get(usize::from(address.region.index)).ok_or(Status::BadRegion)?;
+        let memory = match place.memory {
+            Some(memory) if place.generation == address.region.generation => memory,
+            _ if (1..=place.generation).contains(&address.region.generation) => return Err(Status::StaleRegion),
+            _ => return Err(Status::BadRegion),
+        };
+        let end = address.offset_bytes.checked_add(len_bytes).ok_or(Status::OutOfBounds)?;
+        if end > size_of_val(memory) as u64 {
+            return Err(Status::OutOfBounds);
+        }
+        // `AtomicU64` may be written through a shared borrow, so through the pointer that this makes.
+        let base = memory.as_ptr().cast_mut().cast::<u8>().wrapping_add(address.offset_bytes as usize);
+        Ok(Bytes { base, len_bytes: len_bytes as usize })
+    }
+
+    fn run(&self, step: &Step) -> Result<(), Status> {
+        self.capabilities.check(step)?;
+        let dst = self.bytes(step.dst(), step.dst_len_bytes())?;
+        let action = match *step {
+            Step::Copy { .. } => Some(Action::Copy),
+            Step::Load { source, accumulator, .. } => Action::load(source, accumulator),
+            Step::Reduce { op, source, accumulator, .. } => Action::reduce(op, source, accumulator),
+            Step::Store { op, output, ranks, .. } => Action::store(op, output, ranks),
+            Step::Publish { words, .. } => return self.publish(step.dst(), words),
+        };
+        let action = action.ok_or(Status::Unsupported)?;
+        let src = self.bytes(step.src().ok_or(Status::Unsupported)?, step.src_len_bytes())?;
+        let action = match action {
+            Action::Store(kernel, ranks) if src == dst => Action::Finish(kernel, ranks),
+            _ if src.overlaps(&dst) => return Err(Status::Overlap),
+            action => action,
+        };
+        // SAFETY: the bytes lie in memory that is borrowed for 'm as atomics, and this is the only slice of it. Who writes
+        // there meanwhile, against the rules, spoils the numbers and nothing else: no value is an index or a length.
+        if action.apply_in_place(unsafe { slice::from_raw_parts_mut(dst.base, dst.len_bytes) }) {
+            return Ok(());
+        }
+        // SAFETY: as above; the two are disjoint.
+        let (dst, src) = unsafe {
+            (slice::from_raw_parts_mut(dst.base, dst.len_bytes), slice::from_raw_parts(src.base, src.len_bytes))
+        };
+        action.apply(dst, src);
+        Ok(())
+    }
+
+    /// Write two words so that they come after all writes before, and before all behind.
+    fn publish(&self, dst: Address, words: [u64; 2]) -> Result<(), Status> {
+        let place = self.places.get(usize::from(dst.region.index)).and_then(|place| place.memory);
+        // `check` has seen to the alignment, `bytes` to the bounds and the generation.
+        let first = dst.offset_bytes as usize / 8;
+        let Some([to_first, to_second]) = place.and_then(|memory| memory.get(first..first + 2)) else {
+            return Err(Status::OutOfBounds);
+        };
+        to_second.store(words[1].to_le(), Ordering::Release);
+        to_first.store(words[0].to_le(), Ordering::Release);
+        // What follows in the chain overwrites what this told about.
+        fence(Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+impl<const REGIONS: usize, const COMPLETIONS: usize> Engine for Processor<'_, REGIONS, COMPLETIONS> {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn submit(&mut self, chain: Chain<'_>) -> Result<(), SubmitError> {
+        let (steps, max) = (chain.steps.len(), self.capabilities.max_steps);
+        if steps == 0 || steps > max as usize {
+            return Err(SubmitError::Length { steps, max });
+        }
+        if self.ended.is_full() {
+            return Err(SubmitError::Full { depth: self.capabilities.queue_depth });
+        }
+        let failed = chain.steps.iter().enumerate().find_map(|(at, step)| Some((self.run(step).err()?, at)));
+        let (status, step) = failed.unwrap_or((Status::Done, steps));
+        // There is room, as was seen above.
+        let _ = self.ended.push_back(Completion { tag: chain.tag, status, step: step as u16 });
+        Ok(())
+    }
+
+    fn poll(&mut self, completions: &mut [Completion]) -> usize {
+        let mut count = 0;
+        for (to, from) in completions.iter_mut().zip(core::iter::from_fn(|| self.ended.pop_front())) {
+            *to = from;
+            count += 1;
+        }
+        count
+    }
+
+    fn abort(&mut self, _scope: Scope) {
+        // Every chain that was taken has ended.
+    }
+}
+
+impl<const REGIONS: usize, const COMPLETIONS: usize> LocalMemory for Processor<'_, REGIONS, COMPLETIONS> {
+    fn with_local<R>(&mut self, dst: Span, src: Span, work: impl FnOnce(&mut [u8], &[u8]) -> R) -> Result<R, Status> {
+        if self.local.is_none_or(|local| dst.address.region != local || src.address.region != local) {
+            return Err(Status::BadRegion);
+        }
+        let (dst, src) = (self.bytes(dst.address, dst.len_bytes)?, self.bytes(src.address, src.len_bytes)?);
+        if dst.overlaps(&src) {
+            return Err(Status::Overlap);
+        }
+        // SAFETY: as in `run`: both lie in memory that is borrowed for 'm, and they are disjoint.
+        let (dst, src) = unsafe {
+            (slice::from_raw_parts_mut(dst.base, dst.len_bytes), slice::from_raw_parts(src.base, src.len_bytes))
+        };
+        Ok(work(dst, src))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dma::Tag;
+    use crate::op::{Dtype, ReduceOp};
+    use std::vec::Vec;
+
+    const OWN: RegionKey = RegionKey { index: 0, generation: 1 };
+    const RANK: RegionKey = RegionKey { index: 1, generation: 1 };
+
+    fn memory() -> Vec<AtomicU64> {
+        (0..64).map(AtomicU64::new).collect()
+    }
+
+    fn at(region: RegionKey, offset_bytes: u64) -> Address {
+        Address { region, offset_bytes }
+    }
+
+    fn run(engine: &mut Processor<'_, 4, 2>, steps: &[Step]) -> (Status, u16) {
+        let tag = Tag { seq: 7, slot: 1, attempt: 0 };
+        engine.submit(Chain { tag, scope: Scope(0), steps }).expect("room");
+        let mut completions = [Completion { tag: Tag::default(), status: Status::Hardware, step: 0 }; 2];
+        assert_eq!(engine.poll(&mut completions), 1);
+        assert_eq!(completions[0].tag, tag);
+        (completions[0].status, completions[0].step)
+    }
+
+    #[test]
+    fn a_chain_reduces_publishes_and_delivers() {
+        let (own, rank) = (memory(), memory());
+        let mut engine = Processor::<4, 2>::new(8);
+        assert!(engine.map_local(OWN, &own) && engine.map(RANK, &rank));
+        let (source, accumulator, op) = (Dtype::U64, Dtype::U64, ReduceOp::Sum);
+        let steps = [
+            Step::Load { source, accumulator, src: at(RANK, 8), dst: at(OWN, 64), count: 2 },
+            Step::Reduce { op, source, accumulator, src: at(RANK, 80), dst: at(OWN, 64), count: 2 },
+            Step::Store { op, accumulator, output: Dtype::U64, src: at(OWN, 64), dst: at(OWN, 64), count: 2, ranks: 2 },
+            Step::Publish { dst: at(OWN, 0), words: [5, 6] },
+            Step::Copy { src: at(OWN, 64), dst: at(RANK, 8), len_bytes: 16 },
+        ];
+        assert_eq!(run(&mut engine, &steps), (Status::Done, 5));
+        let read = |memory: &[AtomicU64], at: usize| memory[at].load(Ordering::Relaxed);
+        assert_eq!([0, 1, 2, 3].map(|at| read(&rank, at)), [0, 1 + 10, 2 + 11, 3], "only what was named");
+        assert_eq!([read(&own, 0), read(&own, 1), read(&own, 2)], [5, 6, 2]);
+    }
+
+    #[test]
+    fn a_step_outside_of_its_region_touches_nothing_and_ends_the_chain() {
+        let (own, rank) = (memory(), memory());
+        let mut engine = Processor::<4, 2>::new(8);
+        assert!(engine.map_local(OWN, &own) && engine.map(RANK, &rank));
+        let copy = |src, dst| Step::Copy { src, dst, len_bytes: 16 };
+        let good = copy(at(OWN, 0), at(RANK, 0));
+        let ends = |engine: &mut _, bad| run(engine, &[good, bad, copy(at(OWN, 64), at(RANK, 64))]);
+        assert_eq!(ends(&mut engine, copy(at(RANK, 0), at(OWN, 512 - 15))), (Status::OutOfBounds, 1));
+        assert_eq!(ends(&mut engine, copy(at(RANK, u64::MAX), at(OWN, 0))), (Status::OutOfBounds, 1));
+        assert_eq!(ends(&mut engine, copy(at(OWN, 0), at(OWN, 8))), (Status::Overlap, 1));
+        let publish = Step::Publish { dst: at(OWN, 504), words: [1, 2] };
+        assert_eq!(ends(&mut engine, publish), (Status::OutOfBounds, 1));
+        let nobody = RegionKey { index: 2, generation: 1 };
+        assert_eq!(ends(&mut engine, copy(at(nobody, 0), at(OWN, 0))), (Status::BadRegion, 1));
+        assert!(engine.unmap(RANK) && !engine.unmap(RANK) && !engine.map(RANK, &rank), "a key is used once");
+        assert_eq!(run(&mut engine, &[good]), (Status::StaleRegion, 0));
+        assert!(engine.map(RegionKey { generation: 2, ..RANK }, &rank), "another key is free");
+        engine.retain(|key| key == OWN);
+        let again = RegionKey { generation: 2, ..RANK };
+        assert_eq!(run(&mut engine, &[copy(at(OWN, 0), at(again, 0))]), (Status::StaleRegion, 0));
+        assert_eq!(own[63].load(Ordering::Relaxed), 63);
+        assert_eq!(rank[8].load(Ordering::Relaxed), 8, "what follows a step that failed is not done");
+    }
+
+    #[test]
+    fn no_chain_is_taken_without_a_place_for_its_completion() {
+        let own = memory();
+        let mut engine = Processor::<4, 2>::new(8);
+        assert!(engine.map_local(OWN, &own));
+        let steps = [Step::Publish { dst: at(OWN, 0), words: [1, 1] }];
+        let chain = Chain { tag: Tag::default(), scope: Scope(0), steps: &steps };
+        assert!(engine.submit(chain).is_ok() && engine.submit(chain).is_ok());
+        assert!(matches!(engine.submit(chain), Err(SubmitError::Full { .. })));
+        assert!(engine.has_completions());
+    }
+}
