@@ -24,6 +24,11 @@
 //! ([`OneSided`]): what contributions by reference need on another host, with bounds, generations, and a fence. No rank or
 //! device uses them yet: by reference still takes one machine.
 //!
+//! # DMA copies
+//!
+//! A BlueField-2 or later copies between registered memory by an engine of its own ([`MemcpyEngine`], a copy-only
+//! [`Engine`](crate::dma::Engine)); other devices say why they do not ([`MemcpyError`]). It was not run on a card yet.
+//!
 //! # What it was tried on
 //!
 //! Soft-RoCE (`rdma_rxe`) does all of this in the kernel, by system calls: it shows that the port is right, and nothing of
@@ -31,10 +36,13 @@
 //! distributions that are in use.
 
 mod config;
+mod copying;
 mod datagrams;
 mod discover;
 mod grh;
+mod memcpy;
 mod memory;
+mod mlx5;
 mod objects;
 mod one_sided;
 mod pair;
@@ -45,7 +53,10 @@ mod tx;
 mod wait;
 
 pub use config::{NoLink, VerbsConfig, VerbsError, VerbsLink, VerbsStats};
+pub use copying::MapMemoryError;
 pub use discover::{VerbsDevice, devices};
+pub use memcpy::{MemcpyEngine, max_memcpy_len_bytes};
+pub use mlx5::MemcpyError;
 pub use one_sided::{LinkError, OneSided, OneSidedEnd, PostError, Progress};
 pub use region::{ExposedRegion, RegionError, RemoteRegion, VerbsDomain};
 
