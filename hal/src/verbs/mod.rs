@@ -54,7 +54,7 @@ mod wait;
 
 pub use config::{NoLink, VerbsConfig, VerbsError, VerbsLink, VerbsStats};
 pub use copying::MapMemoryError;
-pub use discover::{VerbsDevice, devices};
+pub use discover::{VerbsDevice, devices, link_at};
 pub use memcpy::{MemcpyEngine, max_memcpy_len_bytes};
 pub use mlx5::MemcpyError;
 pub use one_sided::{LinkError, OneSided, OneSidedEnd, PostError, Progress};
