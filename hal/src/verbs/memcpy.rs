@@ -8,7 +8,7 @@
 //! gone.
 
 use super::config::{VerbsConfig, VerbsError};
-use super::copying::{Copier, Copy, Copying, DEPTH, Failed, MapMemoryError};
+use super::copying::{Copier, Copy, Copying, DEPTH, Ended, MapMemoryError, NotPosted};
 use super::discover::{self, Place};
 use super::memory::Lent;
 use super::mlx5::{MemcpyError, Mlx5, PairCalls};
@@ -167,9 +167,9 @@ impl Copier for Queue {
         Ok((lent, lkey))
     }
 
-    fn post(&mut self, copies: &[Copy], number: u64) -> Result<(), Failed> {
+    fn post(&mut self, copies: &[Copy], number: u64) -> Result<(), NotPosted> {
         if self.pair.is_none() {
-            return Err(Failed);
+            return Err(NotPosted::Failed);
         }
         let extended = self.extended.as_ptr();
         // SAFETY: the queue pair is there, and this thread has it; its driver has these calls, or is not asked. What is
@@ -178,28 +178,28 @@ impl Copier for Queue {
             let (Some(start), Some(complete), Some(abort)) =
                 ((*extended).wr_start, (*extended).wr_complete, (*extended).wr_abort)
             else {
-                return Err(Failed);
+                return Err(NotPosted::Failed);
             };
             start(extended);
             for (nth, copy) in copies.iter().enumerate() {
                 let is_last = nth + 1 == copies.len();
                 (*extended).wr_id = number;
                 (*extended).wr_flags = if is_last { ibv::ibv_send_flags::IBV_SEND_SIGNALED.0 } else { 0 };
-                let (dst, src) = ((copy.dst.lkey, copy.dst.addr), (copy.src.lkey, copy.src.addr));
+                let (dst, src) = ((copy.dst.key, copy.dst.addr), (copy.src.key, copy.src.addr));
                 if !PairCalls::memcpy(self.calls.as_ptr(), dst, src, copy.len_bytes as usize) {
                     abort(extended);
-                    return Err(Failed);
+                    return Err(NotPosted::Failed);
                 }
             }
-            if complete(extended) == 0 { Ok(()) } else { Err(Failed) }
+            if complete(extended) == 0 { Ok(()) } else { Err(NotPosted::Failed) }
         }
     }
 
-    fn poll(&mut self) -> Option<Result<u64, Failed>> {
+    fn poll(&mut self) -> Option<Ended> {
         let mut taken = [ibv::ibv_wc::default()];
         match self.completions.poll(&mut taken) {
             0 => None,
-            _ => Some(if taken[0].error().is_none() { Ok(taken[0].wr_id()) } else { Err(Failed) }),
+            _ => Some(if taken[0].error().is_none() { Ended::Done(taken[0].wr_id()) } else { Ended::Failed }),
         }
     }
 

@@ -8,13 +8,14 @@
 //! - Submitting and polling allocate nothing.
 //! - Of a chain at most one batch is posted; a chain that has ended has none, so that its memory is quiet.
 //! - A step is checked against the regions when it is posted. A region goes when no posted batch touches it.
-//! - The first copy that the hardware fails ends the engine: the queue is given up, and with it all that was posted, before
-//!   any chain is told of it.
+//! - Hardware that fails ends the engine: its queue is given up, and with it all that was posted, before any chain is told of
+//!   it. A peer that is gone ends only the chains that were at its memory.
 
 #[cfg(test)]
 mod tests;
 
 use super::config::VerbsError;
+use super::region::RemoteRegion;
 use crate::dma::{
     Address, Capabilities, Chain, Completion, DmaMemory, Engine, LocalMemory, Profile, RegionKey, Scope, Span, Status,
     Step, SubmitError,
@@ -41,7 +42,9 @@ const LOOKS: u32 = 10_000_000;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) addr: u64,
-    pub(super) lkey: u32,
+    pub(super) key: u32,
+    /// Whose memory it is; `None`: of this process.
+    pub(super) peer: Option<u16>,
 }
 
 /// A copy for the hardware.
@@ -52,9 +55,25 @@ pub(super) struct Copy {
     pub(super) len_bytes: u32,
 }
 
-/// The hardware did not do it, or is gone.
+/// What became of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Failed;
+pub(super) enum Ended {
+    /// All of it has taken effect.
+    Done(u64),
+    /// A peer is gone: some of it has taken effect, and the rest never will.
+    Lost(u64),
+    /// The hardware is of no use any more.
+    Failed,
+}
+
+/// Why a batch was not posted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NotPosted {
+    /// There is room again when something has ended.
+    Busy,
+    /// The hardware is of no use any more.
+    Failed,
+}
 
 /// Who copies.
 pub(super) trait Copier {
@@ -64,11 +83,11 @@ pub(super) trait Copier {
     /// Let the hardware reach memory; returns with it the key.
     fn register(&mut self, memory: &Arc<dyn DmaMemory>) -> Result<(Self::Registration, u32), VerbsError>;
 
-    /// Post copies, and ask for one completion, `number`, for all.
-    fn post(&mut self, copies: &[Copy], number: u64) -> Result<(), Failed>;
+    /// Post a batch of copies, which has nothing to do with each other.
+    fn post(&mut self, copies: &[Copy], number: u64) -> Result<(), NotPosted>;
 
-    /// Take a completion, if there is one.
-    fn poll(&mut self) -> Option<Result<u64, Failed>>;
+    /// Take the end of a batch, if there is one.
+    fn poll(&mut self) -> Option<Ended>;
 
     /// Give the queue up: afterwards nothing that was posted takes effect.
     fn stop(&mut self);
@@ -93,11 +112,18 @@ pub enum MapMemoryError {
     Register(#[from] VerbsError),
 }
 
-struct Mapped<R> {
-    // First: it goes before the memory does.
-    registration: R,
-    memory: Arc<dyn DmaMemory>,
-    lkey: u32,
+enum Mapped<R> {
+    /// Memory of this process. The registration goes before the memory does.
+    Here { registration: R, memory: Arc<dyn DmaMemory>, lkey: u32, is_local: bool },
+    /// A peer's.
+    There { peer: u16, region: RemoteRegion },
+}
+
+/// Bytes that were found.
+struct Found {
+    /// Where they are, if they are this process's.
+    here: Option<*mut u8>,
+    place: Place,
     is_local: bool,
 }
 
@@ -118,6 +144,8 @@ struct Flight {
     posted: usize,
     is_aborted: bool,
     is_busy: bool,
+    /// There was no room for its next batch.
+    is_waiting: bool,
 }
 
 /// The engine over some hardware.
@@ -131,6 +159,8 @@ pub(super) struct Copying<C: Copier> {
     ended: VecDeque<Completion>,
     batch: Vec<Copy>,
     descriptors: u32,
+    /// Chains that wait for room.
+    waiting: usize,
     is_stopped: bool,
 }
 
@@ -145,6 +175,7 @@ impl<C: Copier> Copying<C> {
             posted: 0,
             is_aborted: false,
             is_busy: false,
+            is_waiting: false,
         };
         Self {
             copier,
@@ -155,6 +186,7 @@ impl<C: Copier> Copying<C> {
             ended: VecDeque::with_capacity(CHAINS),
             batch: Vec::with_capacity(STEPS as usize),
             descriptors: 0,
+            waiting: 0,
             is_stopped: false,
         }
     }
@@ -166,14 +198,28 @@ impl<C: Copier> Copying<C> {
         memory: Arc<dyn DmaMemory>,
         is_local: bool,
     ) -> Result<(), MapMemoryError> {
-        let taken = |now| MapMemoryError::Taken { index: key.index, asked: key.generation, now };
-        let entry = self.regions.get_mut(usize::from(key.index)).ok_or(taken(u32::MAX))?;
-        if entry.mapped.is_some() || key.generation <= entry.generation {
-            return Err(taken(entry.generation));
-        }
+        self.check_free(key)?;
         let (registration, lkey) = self.copier.register(&memory)?;
-        *entry = Entry { generation: key.generation, mapped: Some(Mapped { registration, memory, lkey, is_local }) };
+        self.put(key, Mapped::Here { registration, memory, lkey, is_local });
         Ok(())
+    }
+
+    /// Let chains reach a peer's memory under `key`.
+    pub(super) fn map_remote(&mut self, key: RegionKey, peer: u16, region: RemoteRegion) -> Result<(), MapMemoryError> {
+        self.check_free(key)?;
+        self.put(key, Mapped::There { peer, region });
+        Ok(())
+    }
+
+    fn check_free(&self, key: RegionKey) -> Result<(), MapMemoryError> {
+        let taken = |now| MapMemoryError::Taken { index: key.index, asked: key.generation, now };
+        let entry = self.regions.get(usize::from(key.index)).ok_or(taken(u32::MAX))?;
+        let is_free = entry.mapped.is_none() && key.generation > entry.generation;
+        if is_free { Ok(()) } else { Err(taken(entry.generation)) }
+    }
+
+    fn put(&mut self, key: RegionKey, mapped: Mapped<C::Registration>) {
+        self.regions[usize::from(key.index)] = Entry { generation: key.generation, mapped: Some(mapped) };
     }
 
     /// Take memory away; when this returns, the hardware does not touch it. False if it is not there.
@@ -183,7 +229,7 @@ impl<C: Copier> Copying<C> {
             return false;
         }
         // From here on no step finds it.
-        let Some(Mapped { registration, memory, .. }) = entry.mapped.take() else { return false };
+        let Some(mapped) = entry.mapped.take() else { return false };
         let mut looks = 0;
         while self.flights.iter().any(|flight| flight.has_posted(key)) {
             self.look();
@@ -192,42 +238,56 @@ impl<C: Copier> Copying<C> {
                 self.fail();
             }
         }
-        drop(registration);
-        drop(memory);
+        if let Mapped::Here { registration, memory, .. } = mapped {
+            drop(registration);
+            drop(memory);
+        }
         true
     }
 
     /// Return where `len_bytes` bytes are, here and for the hardware.
-    fn find(&self, at: Address, len_bytes: u64) -> Result<(*mut u8, Place, bool), Status> {
+    fn find(&self, at: Address, len_bytes: u64) -> Result<Found, Status> {
         let entry = self.regions.get(usize::from(at.region.index)).ok_or(Status::BadRegion)?;
         let Some(mapped) = entry.mapped.as_ref().filter(|_| entry.generation == at.region.generation) else {
             let was_there = (1..=entry.generation).contains(&at.region.generation);
             return Err(if was_there { Status::StaleRegion } else { Status::BadRegion });
         };
-        let end = at.offset_bytes.checked_add(len_bytes).ok_or(Status::OutOfBounds)?;
-        if end > mapped.memory.len_bytes() as u64 {
-            return Err(Status::OutOfBounds);
+        match mapped {
+            Mapped::There { peer, region } => {
+                let addr = region.at(at.offset_bytes, len_bytes).map_err(|_| Status::OutOfBounds)?;
+                Ok(Found { here: None, place: Place { addr, key: region.rkey, peer: Some(*peer) }, is_local: false })
+            }
+            Mapped::Here { memory, lkey, is_local, .. } => {
+                let end = at.offset_bytes.checked_add(len_bytes).ok_or(Status::OutOfBounds)?;
+                if end > memory.len_bytes() as u64 {
+                    return Err(Status::OutOfBounds);
+                }
+                // Inside memory that is there.
+                let here = memory.base().as_ptr().wrapping_add(at.offset_bytes as usize);
+                let place = Place { addr: here.expose_provenance() as u64, key: *lkey, peer: None };
+                Ok(Found { here: Some(here), place, is_local: *is_local })
+            }
         }
-        // Inside memory that is there.
-        let here = mapped.memory.base().as_ptr().wrapping_add(at.offset_bytes as usize);
-        Ok((here, Place { addr: here.expose_provenance() as u64, lkey: mapped.lkey }, mapped.is_local))
     }
 
     fn copy_of(&self, step: &Step) -> Result<Copy, Status> {
         self.capabilities.check(step)?;
         let Step::Copy { src, dst, len_bytes } = *step else { return Err(Status::Unsupported) };
-        let (_, from, _) = self.find(src, u64::from(len_bytes))?;
-        let (_, to, _) = self.find(dst, u64::from(len_bytes))?;
-        if from.addr < to.addr + u64::from(len_bytes) && to.addr < from.addr + u64::from(len_bytes) {
+        let src = self.find(src, u64::from(len_bytes))?.place;
+        let dst = self.find(dst, u64::from(len_bytes))?.place;
+        if src.peer.is_some() && dst.peer.is_some() {
+            return Err(Status::Unsupported);
+        }
+        if src.meets(u64::from(len_bytes), dst, u64::from(len_bytes)) {
             return Err(Status::Overlap);
         }
-        Ok(Copy { src: from, dst: to, len_bytes })
+        Ok(Copy { src, dst, len_bytes })
     }
 
     /// Write two words: the second, then the first, after all before and before all behind.
     fn publish(&self, step: &Step, words: [u64; 2]) -> Result<(), Status> {
         self.capabilities.check(step)?;
-        let (base, ..) = self.find(step.dst(), step.dst_len_bytes())?;
+        let base = self.find(step.dst(), step.dst_len_bytes())?.here.ok_or(Status::Unsupported)?;
         if !base.addr().is_multiple_of(8) {
             return Err(Status::Misaligned);
         }
@@ -257,15 +317,20 @@ impl<C: Copier> Copying<C> {
                     }
                     Err(status) => return self.end(at, status),
                 },
-                Some(_) => match self.collect(at) {
-                    Ok(()) if self.copier.post(&self.batch, at as u64).is_ok() => {
-                        let flight = &mut self.flights[at];
-                        flight.posted = flight.done + self.batch.len();
-                        return;
-                    }
-                    Ok(()) => return self.fail(),
-                    Err(status) => return self.end(at, status),
-                },
+                Some(_) => {
+                    return match self.collect(at).map(|()| self.copier.post(&self.batch, at as u64)) {
+                        Err(status) => self.end(at, status),
+                        Ok(Ok(())) => {
+                            let flight = &mut self.flights[at];
+                            flight.posted = flight.done + self.batch.len();
+                        }
+                        Ok(Err(NotPosted::Busy)) => {
+                            self.flights[at].is_waiting = true;
+                            self.waiting += 1;
+                        }
+                        Ok(Err(NotPosted::Failed)) => self.fail(),
+                    };
+                }
             }
         }
     }
@@ -297,6 +362,7 @@ impl<C: Copier> Copying<C> {
         self.descriptors -= flight.steps.len() as u32;
         flight.steps.clear();
         flight.is_busy = false;
+        self.waiting -= usize::from(std::mem::take(&mut flight.is_waiting));
         (flight.done, flight.posted) = (0, 0);
         self.free.push(at);
     }
@@ -316,16 +382,33 @@ impl<C: Copier> Copying<C> {
     fn look(&mut self) {
         while !self.is_stopped {
             match self.copier.poll() {
-                None => return,
-                Some(Err(Failed)) => self.fail(),
-                Some(Ok(number)) => {
-                    // As it was posted: a place's number.
+                None => break,
+                Some(Ended::Failed) => self.fail(),
+                // As it was posted: a place's number.
+                Some(Ended::Lost(number)) => self.end(number as usize, Status::Hardware),
+                Some(Ended::Done(number)) => {
                     let at = number as usize;
                     self.flights[at].done = self.flights[at].posted;
                     self.advance(at);
                 }
             }
         }
+        if self.waiting > 0 && !self.is_stopped {
+            for at in 0..self.flights.len() {
+                if std::mem::take(&mut self.flights[at].is_waiting) {
+                    self.waiting -= 1;
+                    self.advance(at);
+                }
+            }
+        }
+    }
+}
+
+impl Place {
+    fn meets(self, len_bytes: u64, other: Self, other_len_bytes: u64) -> bool {
+        self.peer == other.peer
+            && self.addr < other.addr.saturating_add(other_len_bytes)
+            && other.addr < self.addr.saturating_add(len_bytes)
     }
 }
 
@@ -352,8 +435,7 @@ impl Flight {
 
 /// Tell whether two copies give something else in the other order, or at once.
 fn is_tied(a: &Copy, b: &Copy) -> bool {
-    let meet =
-        |x: Place, y: Place| x.addr < y.addr + u64::from(b.len_bytes) && y.addr < x.addr + u64::from(a.len_bytes);
+    let meet = |x: Place, y: Place| x.meets(u64::from(a.len_bytes), y, u64::from(b.len_bytes));
     meet(a.dst, b.src) || meet(a.dst, b.dst) || meet(a.src, b.dst)
 }
 
@@ -404,8 +486,8 @@ impl<C: Copier> Engine for Copying<C> {
 impl<C: Copier> LocalMemory for Copying<C> {
     fn with_local<R>(&mut self, dst: Span, src: Span, work: impl FnOnce(&mut [u8], &[u8]) -> R) -> Result<R, Status> {
         let here = |span: &Span| match self.find(span.address, span.len_bytes)? {
-            (base, _, true) => Ok(base),
-            (_, _, false) => Err(Status::BadRegion),
+            Found { here: Some(base), is_local: true, .. } => Ok(base),
+            Found { .. } => Err(Status::BadRegion),
         };
         let (to, from) = (here(&dst)?, here(&src)?);
         let (dst_len, src_len) = (dst.len_bytes as usize, src.len_bytes as usize);

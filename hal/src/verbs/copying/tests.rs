@@ -8,6 +8,9 @@ use std::rc::Rc;
 
 const LEN: usize = 256;
 
+/// A peer whose memory nobody reaches.
+const GONE: u16 = 7;
+
 /// Memory of words that may be written while somebody reads.
 struct Words(Box<[AtomicU64]>);
 
@@ -45,6 +48,8 @@ struct Card {
     /// Completions that it gives out at once; more only when asked again.
     budget: usize,
     fails: bool,
+    /// Batches that it takes at a time, if there is a limit.
+    room: Option<usize>,
     is_stopped: bool,
     registered: Vec<u32>,
     next_key: u32,
@@ -64,7 +69,7 @@ struct Registration(Rc<RefCell<Card>>, u32);
 impl Drop for Registration {
     fn drop(&mut self) {
         let mut card = self.0.borrow_mut();
-        let touches = |copy: &Copy| copy.src.lkey == self.1 || copy.dst.lkey == self.1;
+        let touches = |copy: &Copy| copy.src.key == self.1 || copy.dst.key == self.1;
         assert!(card.is_stopped || !card.batches.iter().any(|(_, copies)| copies.iter().any(touches)), "still in use");
         card.registered.retain(|key| *key != self.1);
     }
@@ -81,15 +86,18 @@ impl Copier for Backwards {
         Ok((Registration(Rc::clone(&self.0), key), key))
     }
 
-    fn post(&mut self, copies: &[Copy], number: u64) -> Result<(), Failed> {
+    fn post(&mut self, copies: &[Copy], number: u64) -> Result<(), NotPosted> {
         let mut card = self.0.borrow_mut();
+        if card.room.is_some_and(|room| card.batches.len() >= room) {
+            return Err(NotPosted::Busy);
+        }
         assert!(!card.is_stopped && !copies.is_empty());
         card.posted += 1;
         card.batches.push_back((number, copies.to_vec()));
         Ok(())
     }
 
-    fn poll(&mut self) -> Option<Result<u64, Failed>> {
+    fn poll(&mut self) -> Option<Ended> {
         let mut card = self.0.borrow_mut();
         assert!(!card.is_stopped);
         if card.budget == 0 {
@@ -100,15 +108,19 @@ impl Copier for Backwards {
         card.budget -= 1;
         let (number, copies) = card.batches.pop_back()?;
         if card.fails {
-            return Some(Err(Failed));
+            return Some(Ended::Failed);
+        }
+        let there = |copy: &Copy| [copy.src.peer, copy.dst.peer].contains(&Some(GONE));
+        if copies.iter().any(there) {
+            return Some(Ended::Lost(number));
         }
         for copy in copies.iter().rev() {
-            assert!([copy.src.lkey, copy.dst.lkey].iter().all(|key| card.registered.contains(key)));
+            assert!([copy.src.key, copy.dst.key].iter().all(|key| card.registered.contains(key)));
             let at = |place: Place| std::ptr::with_exposed_provenance_mut::<u8>(place.addr as usize);
             // SAFETY: inside memory that is registered, and disjoint.
             unsafe { at(copy.dst).copy_from_nonoverlapping(at(copy.src), copy.len_bytes as usize) };
         }
-        Some(Ok(number))
+        Some(Ended::Done(number))
     }
 
     fn stop(&mut self) {
@@ -346,4 +358,43 @@ fn the_processor_works_on_the_devices_own_memory_only_between_chains() {
     assert!((0..100).any(|_| bench.poll() == Some((1, Status::Done, 2))));
     assert_eq!(work(&mut bench, span(1, 96, 8), span(1, 64, 8)), Ok(()));
     assert_eq!(bytes(&bench.memory[1])[96..104], [0; 8], "what was copied there, with itself");
+}
+
+#[test]
+fn a_peer_that_is_gone_ends_the_chains_at_its_memory_only() {
+    let mut bench = bench();
+    let region = RemoteRegion { addr: 4096, len_bytes: 64, rkey: 9, generation: 0 };
+    bench.engine.map_remote(key(2), GONE, region).expect("a free place");
+    bench.engine.map_remote(key(3), GONE, region).expect("a free place");
+    let before = bytes(&bench.memory[0]);
+    bench.submit(1, &[copy(at(1, 0), at(0, 8), 8), copy(at(2, 0), at(0, 8), 8), copy(at(1, 0), at(0, 0), 8)]).expect("taken");
+    bench.submit(2, &[copy(at(0, 0), at(1, 64), 8)]).expect("taken");
+    let mut ended: Vec<_> = (0..100).filter_map(|_| bench.poll()).collect();
+    ended.sort_unstable_by_key(|ended| ended.0);
+    assert_eq!(ended, [(1, Status::Hardware, 1), (2, Status::Done, 1)]);
+    assert_eq!(bytes(&bench.memory[0])[..8], before[..8], "no step after the one that failed");
+    for (wrong, status) in [
+        (copy(at(2, 60), at(1, 0), 8), Status::OutOfBounds),
+        (copy(at(2, 0), at(3, 32), 8), Status::Unsupported),
+        (Step::Publish { dst: at(2, 0), words: [1, 2] }, Status::Unsupported),
+    ] {
+        assert_eq!(bench.run(&[wrong]), (status, 0), "{wrong:?}");
+    }
+    assert!(bench.engine.unmap(key(2)) && !bench.card.borrow().is_stopped);
+    assert_eq!(bench.run(&[copy(at(2, 0), at(1, 0), 8)]), (Status::StaleRegion, 0));
+}
+
+#[test]
+fn chains_wait_for_room_and_none_is_forgotten() {
+    let mut bench = bench();
+    bench.card.borrow_mut().room = Some(2);
+    for seq in 0..10 {
+        let (from, to) = (at(0, 8 * seq), at(1, 8 * seq));
+        bench.submit(seq, &[copy(from, to, 8), copy(to, at(0, 200), 8)]).expect("taken");
+    }
+    bench.engine.abort(Scope(9));
+    let mut ended: Vec<_> = (0..1000).filter_map(|_| bench.poll()).collect();
+    ended.sort_unstable_by_key(|ended| ended.0);
+    let expected = |seq| if seq == 9 { (seq, Status::Aborted, 0) } else { (seq, Status::Done, 2) };
+    assert_eq!(ended, (0..10).map(expected).collect::<Vec<_>>());
 }
