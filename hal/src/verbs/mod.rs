@@ -21,8 +21,9 @@
 //! # One-sided connections
 //!
 //! A [`VerbsDomain`] has regions that peers read and write by themselves ([`ExposedRegion`]) and connections by which they do
-//! ([`OneSided`]): what contributions by reference need on another host, with bounds, generations, and a fence. No rank or
-//! device uses them yet: by reference still takes one machine.
+//! ([`OneSided`]): what contributions by reference need on another host, with bounds, generations, and a fence. A [`PeerEngine`] makes a
+//! copy-only [`Engine`](crate::dma::Engine) of them, which pulls from peers and writes back. No rank or device uses them yet: by
+//! reference still takes one machine.
 //!
 //! # DMA copies
 //!
@@ -47,6 +48,7 @@ mod objects;
 mod one_sided;
 mod pair;
 mod paths;
+mod peers;
 mod region;
 mod rx;
 mod tx;
@@ -58,6 +60,7 @@ pub use discover::{VerbsDevice, devices, link_at};
 pub use memcpy::{MemcpyEngine, max_memcpy_len_bytes};
 pub use mlx5::MemcpyError;
 pub use one_sided::{LinkError, OneSided, OneSidedEnd, PostError, Progress};
+pub use peers::PeerEngine;
 pub use region::{ExposedRegion, RegionError, RemoteRegion, VerbsDomain};
 
 use crate::port::{Addr, Capabilities, Port, RxToken, TxToken, VerbsAddr, WaitPort, Wake};

@@ -92,7 +92,7 @@ pub enum PostError {
 }
 
 /// The longest operation: that of Soft-RoCE, the shortest known.
-const MESSAGE_MAX_BYTES: u64 = 8 << 20;
+pub(super) const MESSAGE_MAX_BYTES: u32 = 8 << 20;
 
 /// How far the operations of a connection are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -215,11 +215,22 @@ impl OneSided {
         there: (&RemoteRegion, u64),
         len_bytes: u64,
     ) -> Result<u64, PostError> {
-        self.error.map_or(Ok(()), Err)?;
-        let length = u32::try_from(len_bytes).ok().filter(|_| len_bytes <= MESSAGE_MAX_BYTES);
+        let length = u32::try_from(len_bytes).ok().filter(|_| len_bytes <= u64::from(MESSAGE_MAX_BYTES));
         let length = length.ok_or(PostError::Length { len_bytes })?;
-        let (addr, lkey) = here.0.local(here.1, len_bytes)?;
+        let here = here.0.local(here.1, len_bytes)?;
         let remote_addr = there.0.at(there.1, len_bytes)?;
+        self.queue_checked(opcode, here, (remote_addr, there.0.rkey), length)
+    }
+
+    /// Queue what was checked: an address and key here, and there, and at most [`MESSAGE_MAX_BYTES`].
+    pub(super) fn queue_checked(
+        &mut self,
+        opcode: ibv::ibv_wr_opcode::Type,
+        (addr, lkey): (u64, u32),
+        (remote_addr, rkey): (u64, u32),
+        length: u32,
+    ) -> Result<u64, PostError> {
+        self.error.map_or(Ok(()), Err)?;
         if self.written - self.done >= OPERATIONS as u64 {
             return Err(PostError::Full);
         }
@@ -227,9 +238,20 @@ impl OneSided {
         self.pieces[place(nth)] = ibv::ibv_sge { addr, length, lkey };
         let request = &mut self.requests[place(nth)];
         (request.wr_id, request.opcode, request.send_flags) = (nth, opcode, 0);
-        request.wr.rdma = ibv::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr, rkey: there.0.rkey };
+        request.wr.rdma = ibv::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr, rkey };
         self.written += 1;
         Ok(nth)
+    }
+
+    /// Return how many operations there is room for.
+    pub(super) const fn room(&self) -> usize {
+        // `written - done` never exceeds it.
+        OPERATIONS - (self.written - self.done) as usize
+    }
+
+    /// Return what ended the connection, as far as was looked.
+    pub const fn error(&self) -> Option<LinkError> {
+        self.error
     }
 
     /// Let what is queued leave.

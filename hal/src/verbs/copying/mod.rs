@@ -30,7 +30,7 @@ use thiserror::Error;
 const STEPS: u32 = 128;
 
 /// Chains in flight.
-const CHAINS: usize = 64;
+pub(super) const CHAINS: usize = 64;
 
 /// Descriptors in flight: what the hardware's queue has to hold.
 pub(super) const DEPTH: u32 = 512;
@@ -189,6 +189,14 @@ impl<C: Copier> Copying<C> {
             waiting: 0,
             is_stopped: false,
         }
+    }
+
+    pub(super) const fn copier(&self) -> &C {
+        &self.copier
+    }
+
+    pub(super) const fn copier_mut(&mut self) -> &mut C {
+        &mut self.copier
     }
 
     /// Let chains reach memory under `key`; memory that is the device's own also its processor, see [`LocalMemory`].

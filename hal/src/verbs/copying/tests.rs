@@ -367,7 +367,9 @@ fn a_peer_that_is_gone_ends_the_chains_at_its_memory_only() {
     bench.engine.map_remote(key(2), GONE, region).expect("a free place");
     bench.engine.map_remote(key(3), GONE, region).expect("a free place");
     let before = bytes(&bench.memory[0]);
-    bench.submit(1, &[copy(at(1, 0), at(0, 8), 8), copy(at(2, 0), at(0, 8), 8), copy(at(1, 0), at(0, 0), 8)]).expect("taken");
+    bench
+        .submit(1, &[copy(at(1, 0), at(0, 8), 8), copy(at(2, 0), at(0, 8), 8), copy(at(1, 0), at(0, 0), 8)])
+        .expect("taken");
     bench.submit(2, &[copy(at(0, 0), at(1, 64), 8)]).expect("taken");
     let mut ended: Vec<_> = (0..100).filter_map(|_| bench.poll()).collect();
     ended.sort_unstable_by_key(|ended| ended.0);
