@@ -105,7 +105,14 @@ fn reduce(engine: &mut PeerEngine, ranks: &[Rank; 2]) {
             copy(at(one.key, offset), at(OWN, ACCUMULATOR)),
             copy(at(two.key, offset), at(OWN, PULLED)),
         ];
-        assert_eq!(run(engine, &pull), (Status::Done, 3));
+        let pulled = run(engine, &pull);
+        assert_eq!(
+            pulled,
+            (Status::Done, 3),
+            "chunk {chunk}: {:?} {:?}",
+            engine.error(one.peer),
+            engine.error(two.peer)
+        );
         let xor = |to: &mut [u8], from: &[u8]| to.iter_mut().zip(from).for_each(|(to, from)| *to ^= from);
         let (to, from) = (span(ACCUMULATOR, u64::from(CHUNK)), span(PULLED, u64::from(CHUNK)));
         engine.with_local(to, from, xor).expect("nothing else is at it");
@@ -139,6 +146,11 @@ fn crowd(engine: &mut PeerEngine, rank: &Rank) {
     }
     done.sort_unstable();
     assert_eq!(done, (0..chains).collect::<Vec<_>>());
+    let len_bytes = 64 * 8 * chains;
+    let pulled = Span { address: at(OWN, ACCUMULATOR), len_bytes };
+    let nothing = Span { address: at(OWN, PULLED), len_bytes: 0 };
+    let is_same = engine.with_local(nothing, pulled, |_, pulled| *pulled == bytes(&rank.memory)[..len_bytes as usize]);
+    assert_eq!(is_same, Ok(true), "what was pulled");
     println!("{} copies at once", chains * 8);
 }
 

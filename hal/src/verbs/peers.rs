@@ -252,8 +252,11 @@ impl Copier for Peers {
             let queued = link.connection.as_mut().map(|connection| {
                 connection.queue_checked(opcode, (here.addr, here.key), (there.addr, there.key), len_bytes)
             });
-            // There is room, and it had no error a moment ago: what it says now it says to those that look.
-            let Some(Ok(nth)) = queued else { continue };
+            let Some(Ok(nth)) = queued else {
+                // There was room, and no error; whatever it is, the chain is told.
+                batch.is_lost = true;
+                continue;
+            };
             match link.marks.back_mut() {
                 Some((end, last)) if *last == number => *end = nth + 1,
                 _ => {
@@ -265,8 +268,9 @@ impl Copier for Peers {
         self.links.iter_mut().filter(|link| link.wanted > 0).for_each(|link| {
             link.connection.as_mut().into_iter().for_each(OneSided::flush);
         });
-        if self.batches[number as usize].open == 0 {
-            self.ended.push_back(Ended::Done(number));
+        let Batch { open, is_lost } = self.batches[number as usize];
+        if open == 0 {
+            self.ended.push_back(if is_lost { Ended::Lost(number) } else { Ended::Done(number) });
         }
         Ok(())
     }
