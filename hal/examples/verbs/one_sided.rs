@@ -9,11 +9,11 @@ use sumac_hal::verbs::{
 /// Bytes of each region.
 const LEN: usize = 1 << 20;
 
-fn domain(link: &VerbsLink) -> VerbsDomain {
+pub(crate) fn domain(link: &VerbsLink) -> VerbsDomain {
     VerbsDomain::open(&VerbsConfig { link: link.clone(), ..VerbsConfig::default() }).expect("a domain")
 }
 
-fn connected(a: &VerbsDomain, b: &VerbsDomain) -> (OneSided, OneSided) {
+pub(crate) fn connected(a: &VerbsDomain, b: &VerbsDomain) -> (OneSided, OneSided) {
     let (mut one, mut other) = (a.one_sided().expect("an end"), b.one_sided().expect("an end"));
     one.connect(&other.end()).expect("connected");
     other.connect(&one.end()).expect("connected");

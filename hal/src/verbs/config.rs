@@ -1,5 +1,6 @@
 //! What a verbs port is set up with, why it can't be, and what it counts.
 
+use std::fmt;
 use std::io;
 use std::net::IpAddr;
 use std::str::FromStr;
@@ -36,6 +37,13 @@ impl FromStr for VerbsLink {
             return Err(wrong());
         }
         Ok(Self { device: (device != AUTO).then(|| device.to_owned()), port, gid_index })
+    }
+}
+
+impl fmt::Display for VerbsLink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.device.as_deref().unwrap_or(AUTO))?;
+        [self.port, self.gid_index].into_iter().map_while(|part| part).try_for_each(|part| write!(f, ":{part}"))
     }
 }
 
@@ -174,6 +182,9 @@ mod tests {
         assert_eq!("mlx5_0".parse(), link("mlx5_0", None, None));
         assert_eq!("mlx5_0:1".parse(), link("mlx5_0", Some(1), None));
         assert_eq!("rxe3:2:255".parse(), link("rxe3", Some(2), Some(255)));
+        for text in ["auto", "mlx5_0", "mlx5_0:1", "rxe3:2:255"] {
+            assert_eq!(text.parse::<VerbsLink>().map(|link| link.to_string()), Ok(text.to_owned()));
+        }
         for text in ["", ":1", "a:0", "a:x", "a:1:256", "a:1:1:1", "auto:1", "a:"] {
             assert_eq!(text.parse::<VerbsLink>(), Err(NoLink(text.into())));
         }

@@ -1,6 +1,6 @@
 //! Which devices there are, and which port and identifier a port is opened on.
 
-use super::config::{VerbsConfig, VerbsError};
+use super::config::{VerbsConfig, VerbsError, VerbsLink};
 use super::objects::{Context, GidEntry, PortAttr, with_devices};
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::Arc;
@@ -40,6 +40,34 @@ pub fn devices() -> Result<Vec<VerbsDevice>, VerbsError> {
         }
     }
     Ok(found)
+}
+
+/// Return the active port that has this address as an identifier, if there is one: of RoCE version 2 before others.
+///
+/// # Errors
+/// [`VerbsError`]
+pub fn link_at(addr: IpAddr) -> Result<Option<VerbsLink>, VerbsError> {
+    for device in names()? {
+        let context = Context::open(&device)?;
+        let gids = context.gids()?;
+        for port in 1..=context.device_attr()?.phys_port_cnt {
+            let found = best(&gids, port, Some(addr)).filter(|entry| entry.gid == gid_of(addr));
+            if let Some(entry) = found
+                && context.port_attr(port)?.is_active
+            {
+                return Ok(Some(VerbsLink { device: Some(device), port: Some(port), gid_index: Some(entry.index) }));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// Return the identifier that goes with an address.
+fn gid_of(addr: IpAddr) -> [u8; 16] {
+    match addr {
+        IpAddr::V4(addr) => addr.to_ipv6_mapped().octets(),
+        IpAddr::V6(addr) => addr.octets(),
+    }
 }
 
 fn names() -> Result<Vec<String>, VerbsError> {
@@ -88,10 +116,7 @@ pub(super) fn find(config: &VerbsConfig) -> Result<Place, VerbsError> {
 /// Choose among the identifiers of a port: that of the preferred address, then RoCE version 2 (which routers forward) over
 /// IPv4, then over IPv6 but for addresses of the link only, then what comes first.
 fn best(gids: &[GidEntry], port: u8, prefer: Option<IpAddr>) -> Option<GidEntry> {
-    let prefer = prefer.map(|addr| match addr {
-        IpAddr::V4(addr) => addr.to_ipv6_mapped().octets(),
-        IpAddr::V6(addr) => addr.octets(),
-    });
+    let prefer = prefer.map(gid_of);
     let rank = |entry: &GidEntry| {
         let addr = Ipv6Addr::from(entry.gid);
         let wide = addr.to_ipv4_mapped().is_some() || !addr.is_unicast_link_local();
@@ -107,11 +132,7 @@ mod tests {
     use std::net::Ipv4Addr;
 
     fn entry(index: u8, addr: IpAddr, is_v2: bool) -> GidEntry {
-        let gid = match addr {
-            IpAddr::V4(addr) => addr.to_ipv6_mapped().octets(),
-            IpAddr::V6(addr) => addr.octets(),
-        };
-        GidEntry { gid, port: 1, index, is_v2 }
+        GidEntry { gid: gid_of(addr), port: 1, index, is_v2 }
     }
 
     #[test]

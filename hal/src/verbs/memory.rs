@@ -4,6 +4,7 @@
 
 use super::config::VerbsError;
 use super::objects::Domain;
+use crate::dma::DmaMemory;
 use ibverbs_sys as ibv;
 use std::io;
 use std::ptr::NonNull;
@@ -153,6 +154,42 @@ impl Registered {
     fn check(&self, offset: usize, len_bytes: usize) {
         let end = offset.checked_add(len_bytes);
         assert!(end.is_some_and(|end| end <= self.layout.size()), "{len_bytes} bytes at {offset} of {:?}", self.layout);
+    }
+}
+
+/// Somebody else's memory, registered for the device's own reads and writes until this is dropped.
+pub(super) struct Lent {
+    mr: NonNull<ibv::ibv_mr>,
+    memory: Arc<dyn DmaMemory>,
+    _domain: Arc<Domain>,
+}
+
+// SAFETY: the registration belongs to this value, and the memory may be reached from any thread.
+unsafe impl Send for Lent {}
+
+impl Lent {
+    pub(super) fn new(domain: &Arc<Domain>, memory: &Arc<dyn DmaMemory>) -> Result<Self, VerbsError> {
+        let len_bytes = memory.len_bytes();
+        let access = ibv::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE;
+        // SAFETY: `DmaMemory` is valid until it is dropped, which is after it is deregistered.
+        let mr = unsafe { register(domain, memory.base(), len_bytes, access) };
+        let failed = || VerbsError::Register { len_bytes, source: io::Error::last_os_error() };
+        let mr = NonNull::new(mr).ok_or_else(failed)?;
+        Ok(Self { mr, memory: Arc::clone(memory), _domain: Arc::clone(domain) })
+    }
+
+    pub(super) fn lkey(&self) -> u32 {
+        // SAFETY: a registration that is still there.
+        unsafe { self.mr.as_ref() }.lkey
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        // SAFETY: registered, once given back. If that fails, the device could still write: the memory is left to it.
+        if unsafe { ibv::ibv_dereg_mr(self.mr.as_ptr()) } != 0 {
+            std::mem::forget(Arc::clone(&self.memory));
+        }
     }
 }
 

@@ -21,8 +21,14 @@
 //! # One-sided connections
 //!
 //! A [`VerbsDomain`] has regions that peers read and write by themselves ([`ExposedRegion`]) and connections by which they do
-//! ([`OneSided`]): what contributions by reference need on another host, with bounds, generations, and a fence. No rank or
-//! device uses them yet: by reference still takes one machine.
+//! ([`OneSided`]): what contributions by reference need on another host, with bounds, generations, and a fence. A [`PeerEngine`] makes a
+//! copy-only [`Engine`](crate::dma::Engine) of them, which pulls from peers and writes back. No rank or device uses them yet: by
+//! reference still takes one machine.
+//!
+//! # DMA copies
+//!
+//! A BlueField-2 or later copies between registered memory by an engine of its own ([`MemcpyEngine`], a copy-only
+//! [`Engine`](crate::dma::Engine)); other devices say why they do not ([`MemcpyError`]). It was not run on a card yet.
 //!
 //! # What it was tried on
 //!
@@ -31,22 +37,30 @@
 //! distributions that are in use.
 
 mod config;
+mod copying;
 mod datagrams;
 mod discover;
 mod grh;
+mod memcpy;
 mod memory;
+mod mlx5;
 mod objects;
 mod one_sided;
 mod pair;
 mod paths;
+mod peers;
 mod region;
 mod rx;
 mod tx;
 mod wait;
 
 pub use config::{NoLink, VerbsConfig, VerbsError, VerbsLink, VerbsStats};
-pub use discover::{VerbsDevice, devices};
+pub use copying::MapMemoryError;
+pub use discover::{VerbsDevice, devices, link_at};
+pub use memcpy::{MemcpyEngine, max_memcpy_len_bytes};
+pub use mlx5::MemcpyError;
 pub use one_sided::{LinkError, OneSided, OneSidedEnd, PostError, Progress};
+pub use peers::PeerEngine;
 pub use region::{ExposedRegion, RegionError, RemoteRegion, VerbsDomain};
 
 use crate::port::{Addr, Capabilities, Port, RxToken, TxToken, VerbsAddr, WaitPort, Wake};

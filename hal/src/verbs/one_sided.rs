@@ -92,7 +92,7 @@ pub enum PostError {
 }
 
 /// The longest operation: that of Soft-RoCE, the shortest known.
-const MESSAGE_MAX_BYTES: u64 = 8 << 20;
+pub(super) const MESSAGE_MAX_BYTES: u32 = 8 << 20;
 
 /// How far the operations of a connection are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -138,15 +138,7 @@ impl OneSided {
         };
         let kind = ibv::ibv_qp_type::IBV_QPT_RC;
         let (mut pair, _) = QueuePair::new(&domain.domain, kind, (&completions, &completions), cap)?;
-        let access = ibv::ibv_access_flags::IBV_ACCESS_REMOTE_READ | ibv::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE;
-        let attr = ibv::ibv_qp_attr {
-            qp_state: ibv::ibv_qp_state::IBV_QPS_INIT,
-            port_num: domain.gid.port,
-            qp_access_flags: access.0,
-            ..ibv::ibv_qp_attr::default()
-        };
-        use ibv::ibv_qp_attr_mask as mask;
-        pair.modify(attr, mask::IBV_QP_PKEY_INDEX | mask::IBV_QP_PORT | mask::IBV_QP_ACCESS_FLAGS)?;
+        prepare(&mut pair, domain.gid.port)?;
         let mut pieces: Box<[_]> = (0..OPERATIONS).map(|_| ibv::ibv_sge::default()).collect();
         let request =
             |piece: &mut ibv::ibv_sge| ibv::ibv_send_wr { sg_list: piece, num_sge: 1, ..ibv::ibv_send_wr::default() };
@@ -186,41 +178,7 @@ impl OneSided {
     /// # Errors
     /// [`VerbsError`], also if the other host is not found.
     pub fn connect(&mut self, peer: &OneSidedEnd) -> Result<(), VerbsError> {
-        use ibv::ibv_qp_attr_mask as mask;
-        let mtu_bytes = peer.mtu_bytes.min(self.end.mtu_bytes).max(256);
-        let attr = ibv::ibv_qp_attr {
-            qp_state: ibv::ibv_qp_state::IBV_QPS_RTR,
-            // 256 bytes are 1, each doubling one more (enum ibv_mtu).
-            path_mtu: mtu_bytes.ilog2() - 7,
-            dest_qp_num: peer.qpn & PSN_MASK,
-            rq_psn: peer.psn & PSN_MASK,
-            max_dest_rd_atomic: self.reads,
-            min_rnr_timer: 12,
-            ah_attr: way(&self.from, peer.gid, peer.lid),
-            ..ibv::ibv_qp_attr::default()
-        };
-        let further = mask::IBV_QP_AV
-            | mask::IBV_QP_PATH_MTU
-            | mask::IBV_QP_DEST_QPN
-            | mask::IBV_QP_RQ_PSN
-            | mask::IBV_QP_MAX_DEST_RD_ATOMIC
-            | mask::IBV_QP_MIN_RNR_TIMER;
-        self.pair.modify(attr, further)?;
-        let attr = ibv::ibv_qp_attr {
-            qp_state: ibv::ibv_qp_state::IBV_QPS_RTS,
-            sq_psn: self.end.psn,
-            timeout: TIMEOUT,
-            retry_cnt: RETRIES,
-            rnr_retry: RETRIES,
-            max_rd_atomic: self.reads,
-            ..ibv::ibv_qp_attr::default()
-        };
-        let further = mask::IBV_QP_SQ_PSN
-            | mask::IBV_QP_TIMEOUT
-            | mask::IBV_QP_RETRY_CNT
-            | mask::IBV_QP_RNR_RETRY
-            | mask::IBV_QP_MAX_QP_RD_ATOMIC;
-        self.pair.modify(attr, further)
+        connect(&mut self.pair, &self.from, (&self.end, peer), self.reads)
     }
 
     /// Queue: read `len_bytes` at `there.1` of the peer's region into this side's at `here.1`. Returns the operation's
@@ -257,11 +215,22 @@ impl OneSided {
         there: (&RemoteRegion, u64),
         len_bytes: u64,
     ) -> Result<u64, PostError> {
-        self.error.map_or(Ok(()), Err)?;
-        let length = u32::try_from(len_bytes).ok().filter(|_| len_bytes <= MESSAGE_MAX_BYTES);
+        let length = u32::try_from(len_bytes).ok().filter(|_| len_bytes <= u64::from(MESSAGE_MAX_BYTES));
         let length = length.ok_or(PostError::Length { len_bytes })?;
-        let (addr, lkey) = here.0.local(here.1, len_bytes)?;
+        let here = here.0.local(here.1, len_bytes)?;
         let remote_addr = there.0.at(there.1, len_bytes)?;
+        self.queue_checked(opcode, here, (remote_addr, there.0.rkey), length)
+    }
+
+    /// Queue what was checked: an address and key here, and there, and at most [`MESSAGE_MAX_BYTES`].
+    pub(super) fn queue_checked(
+        &mut self,
+        opcode: ibv::ibv_wr_opcode::Type,
+        (addr, lkey): (u64, u32),
+        (remote_addr, rkey): (u64, u32),
+        length: u32,
+    ) -> Result<u64, PostError> {
+        self.error.map_or(Ok(()), Err)?;
         if self.written - self.done >= OPERATIONS as u64 {
             return Err(PostError::Full);
         }
@@ -269,9 +238,20 @@ impl OneSided {
         self.pieces[place(nth)] = ibv::ibv_sge { addr, length, lkey };
         let request = &mut self.requests[place(nth)];
         (request.wr_id, request.opcode, request.send_flags) = (nth, opcode, 0);
-        request.wr.rdma = ibv::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr, rkey: there.0.rkey };
+        request.wr.rdma = ibv::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr, rkey };
         self.written += 1;
         Ok(nth)
+    }
+
+    /// Return how many operations there is room for.
+    pub(super) const fn room(&self) -> usize {
+        // `written - done` never exceeds it.
+        OPERATIONS - (self.written - self.done) as usize
+    }
+
+    /// Return what ended the connection, as far as was looked.
+    pub const fn error(&self) -> Option<LinkError> {
+        self.error
     }
 
     /// Let what is queued leave.
@@ -348,6 +328,63 @@ impl std::fmt::Debug for OneSided {
             .field("error", &self.error)
             .finish_non_exhaustive()
     }
+}
+
+/// Open a new reliable queue pair of this port to peers' reads and writes.
+pub(super) fn prepare(pair: &mut QueuePair, port: u8) -> Result<(), VerbsError> {
+    let access = ibv::ibv_access_flags::IBV_ACCESS_REMOTE_READ | ibv::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE;
+    let attr = ibv::ibv_qp_attr {
+        qp_state: ibv::ibv_qp_state::IBV_QPS_INIT,
+        port_num: port,
+        qp_access_flags: access.0,
+        ..ibv::ibv_qp_attr::default()
+    };
+    use ibv::ibv_qp_attr_mask as mask;
+    pair.modify(attr, mask::IBV_QP_PKEY_INDEX | mask::IBV_QP_PORT | mask::IBV_QP_ACCESS_FLAGS)
+}
+
+/// Connect a prepared queue pair, of the end `here`, to `peer`.
+pub(super) fn connect(
+    pair: &mut QueuePair,
+    from: &super::objects::GidEntry,
+    (here, peer): (&OneSidedEnd, &OneSidedEnd),
+    reads: u8,
+) -> Result<(), VerbsError> {
+    use ibv::ibv_qp_attr_mask as mask;
+    let mtu_bytes = peer.mtu_bytes.min(here.mtu_bytes).max(256);
+    let attr = ibv::ibv_qp_attr {
+        qp_state: ibv::ibv_qp_state::IBV_QPS_RTR,
+        // 256 bytes are 1, each doubling one more (enum ibv_mtu).
+        path_mtu: mtu_bytes.ilog2() - 7,
+        dest_qp_num: peer.qpn & PSN_MASK,
+        rq_psn: peer.psn & PSN_MASK,
+        max_dest_rd_atomic: reads,
+        min_rnr_timer: 12,
+        ah_attr: way(from, peer.gid, peer.lid),
+        ..ibv::ibv_qp_attr::default()
+    };
+    let further = mask::IBV_QP_AV
+        | mask::IBV_QP_PATH_MTU
+        | mask::IBV_QP_DEST_QPN
+        | mask::IBV_QP_RQ_PSN
+        | mask::IBV_QP_MAX_DEST_RD_ATOMIC
+        | mask::IBV_QP_MIN_RNR_TIMER;
+    pair.modify(attr, further)?;
+    let attr = ibv::ibv_qp_attr {
+        qp_state: ibv::ibv_qp_state::IBV_QPS_RTS,
+        sq_psn: here.psn,
+        timeout: TIMEOUT,
+        retry_cnt: RETRIES,
+        rnr_retry: RETRIES,
+        max_rd_atomic: reads,
+        ..ibv::ibv_qp_attr::default()
+    };
+    let further = mask::IBV_QP_SQ_PSN
+        | mask::IBV_QP_TIMEOUT
+        | mask::IBV_QP_RETRY_CNT
+        | mask::IBV_QP_RNR_RETRY
+        | mask::IBV_QP_MAX_QP_RD_ATOMIC;
+    pair.modify(attr, further)
 }
 
 fn error_of(completion: &ibv::ibv_wc) -> Option<LinkError> {

@@ -35,8 +35,26 @@ impl QueuePair {
         // SAFETY: a domain and queues of one device; the attributes are valid for the call.
         let raw = NonNull::new(unsafe { ibv::ibv_create_qp(domain.raw.as_ptr(), &raw mut init) });
         let raw = raw.ok_or_else(|| VerbsError::last("create a queue pair", &domain.context.name))?;
+        // SAFETY: just made, of these.
+        let pair = unsafe { Self::adopt(raw, domain, (send, receive)) };
+        Ok((pair, init.cap.max_inline_data as usize))
+    }
+
+    /// Own a queue pair that was made in another way.
+    ///
+    /// # Safety
+    /// It is of this domain and these queues, and nobody else gives it back.
+    pub(super) unsafe fn adopt(
+        raw: NonNull<ibv::ibv_qp>,
+        domain: &Arc<Domain>,
+        (send, receive): (&Arc<Completions>, &Arc<Completions>),
+    ) -> Self {
         let (domain, send, receive) = (Arc::clone(domain), Arc::clone(send), Arc::clone(receive));
-        Ok((Self { raw, domain, _send: send, _receive: receive }, init.cap.max_inline_data as usize))
+        Self { raw, domain, _send: send, _receive: receive }
+    }
+
+    pub(super) const fn raw(&self) -> NonNull<ibv::ibv_qp> {
+        self.raw
     }
 
     pub(super) fn number(&self) -> u32 {

@@ -13,6 +13,7 @@
 //! | `shards` | worker threads | 1 |
 //! | `cores` | the processor of each shard, as `2,3` | any |
 //! | `poll` | `busy`: look for packets without ever sleeping; `sleep` | `sleep` |
+//! | `verbs` | `auto`: data ports over RDMA where a port has the address of the data ports, else UDP; `off`; or the RDMA port | `auto` |
 //! | `log` | log filter of the runtime, as `debug` | `info` |
 //!
 //! In a store these are lines, `key=value`, and `#` begins a comment. On the kernel's command line each is a word with
@@ -117,9 +118,47 @@ impl fmt::Display for Polling {
     }
 }
 
+/// What the data ports are over.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum Verbs {
+    /// RDMA where there is a port with their address, else UDP.
+    #[default]
+    Auto,
+    /// UDP.
+    Off,
+    /// This RDMA port, as `mlx5_0:1`, or an error.
+    Link(String),
+}
+
+impl FromStr for Verbs {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        match text {
+            "" => Err(()),
+            "auto" => Ok(Self::Auto),
+            "off" => Ok(Self::Off),
+            link => Ok(Self::Link(link.to_owned())),
+        }
+    }
+}
+
 /// The keys, in the order in which they are written.
-const KEYS: [&str; 12] =
-    ["name", "controller", "interface", "ip", "gateway", "listen", "data", "host", "shards", "cores", "poll", "log"];
+const KEYS: [&str; 13] = [
+    "name",
+    "controller",
+    "interface",
+    "ip",
+    "gateway",
+    "listen",
+    "data",
+    "host",
+    "shards",
+    "cores",
+    "poll",
+    "verbs",
+    "log",
+];
 
 /// Values of some of the keys, each checked by itself.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -212,6 +251,7 @@ impl Settings {
             shards: self.get("shards").unwrap_or(1),
             cores,
             poll: self.get("poll").unwrap_or_default(),
+            verbs: self.get("verbs").unwrap_or_default(),
             log: self.get("log").unwrap_or_else(|| "info".to_owned()),
         })
     }
@@ -244,6 +284,7 @@ fn check(key: &str, value: &str) -> Result<(), &'static str> {
         }
         "cores" => holds(value.split(',').all(|core| core.parse::<usize>().is_ok()), "processors, as 2,3"),
         "poll" => is::<Polling>(value, "busy or sleep"),
+        "verbs" => is::<Verbs>(value, "auto, off, or an RDMA port, as mlx5_0:1"),
         _ => Ok(()),
     }
 }
@@ -274,6 +315,8 @@ pub struct Config {
     pub cores: Vec<usize>,
     /// How they wait.
     pub poll: Polling,
+    /// What they are over.
+    pub verbs: Verbs,
     /// What the runtime logs.
     pub log: String,
 }
@@ -321,7 +364,7 @@ mod tests {
     use super::*;
 
     const ALL: &str = "name=leaf0\ncontroller=127.0.0.1:7847\ninterface=p0\nip=10.0.2.15/24\ngateway=10.0.2.2\n\
-        listen=7200\ndata=127.0.0.1:7300\nhost=10.0.2.2\nshards=2\ncores=2,3\npoll=busy\nlog=debug\n";
+        listen=7200\ndata=127.0.0.1:7300\nhost=10.0.2.2\nshards=2\ncores=2,3\npoll=busy\nverbs=mlx5_0:1\nlog=debug\n";
 
     #[test]
     fn every_key_is_read_and_written_back() {
@@ -341,6 +384,7 @@ mod tests {
             shards: 2,
             cores: vec![2, 3],
             poll: Polling::Busy,
+            verbs: Verbs::Link("mlx5_0:1".into()),
             log: "debug".into(),
         };
         assert_eq!(config, expected);
@@ -353,6 +397,9 @@ mod tests {
         let config = settings.config().expect("a configuration");
         assert_eq!((config.listen, config.shards, config.poll), (7100, 1, Polling::Sleep));
         assert_eq!((config.ip, config.data, config.log.as_str()), (None, None, "info"));
+        assert_eq!(config.verbs, Verbs::Auto);
+        let off = Settings::from_words(["name=d", "controller=10.0.0.1:1", "verbs=off"]).and_then(|off| off.config());
+        assert_eq!(off.map(|config| config.verbs), Ok(Verbs::Off));
         let none = Settings::default();
         assert_eq!(none.config(), Err(ConfigError::Missing("name")));
         let named = Settings::from_words(["name=d"]).expect("settings");
@@ -387,6 +434,7 @@ mod tests {
             ("shards=65", "a number from 1 to 8"),
             ("cores=1,,2", "processors, as 2,3"),
             ("poll=never", "busy or sleep"),
+            ("verbs=", "auto, off, or an RDMA port"),
         ];
         for (word, named) in cases {
             let said = Settings::from_words([word]).expect_err(word).to_string();

@@ -31,6 +31,12 @@
 //! - no unsafe code: system calls go through rustix, netlink messages are bytes.
 #![forbid(unsafe_code)]
 
+#[cfg(all(feature = "verbs", target_feature = "crt-static"))]
+compile_error!(
+    "libibverbs loads its drivers at run time, which a static program can't: build the agent with `verbs` for a target \
+     with shared libraries (aarch64-unknown-linux-gnu), and run it as a service of the card's Linux"
+);
+
 pub mod config;
 pub mod init;
 pub mod log;

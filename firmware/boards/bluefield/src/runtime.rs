@@ -3,7 +3,7 @@
 //! Its configuration comes on stdin, with the address of the data ports; what becomes of it goes to stdout, a line each,
 //! and its log to stderr. A panic of any thread is the end of the process: the next one has all its shards again.
 
-use crate::config::{Cidr, Config, ConfigError, Polling, Settings};
+use crate::config::{Cidr, Config, ConfigError, Polling, Settings, Verbs};
 use crate::supervisor::SERVES;
 use rustix::process::{Signal, set_parent_process_death_signal};
 use std::io::{self, Read, Write};
@@ -45,6 +45,9 @@ pub enum RuntimeError {
         /// How many shards there are.
         shards: u16,
     },
+    /// RDMA ports have no UDP addresses.
+    #[error("verbs={0}: data= and host= are about UDP; leave them out, or say verbs=off")]
+    NoUdp(String),
     /// The board can't start.
     #[error("{0}")]
     Board(#[from] BoardError),
@@ -56,8 +59,48 @@ pub enum RuntimeError {
     Ended,
 }
 
+/// Choose the RDMA port of the data ports, whose address is `ip`; `None`: UDP. `link_at` finds the port that has an address.
+fn choose_link(
+    config: &Config,
+    ip: Cidr,
+    link_at: impl FnOnce(IpAddr) -> Option<String>,
+) -> Result<Option<String>, RuntimeError> {
+    let is_udp = config.data.is_some() || config.host.is_some();
+    match &config.verbs {
+        Verbs::Link(link) if is_udp => Err(RuntimeError::NoUdp(link.clone())),
+        Verbs::Link(link) => Ok(Some(link.clone())),
+        Verbs::Auto if !is_udp => Ok(link_at(IpAddr::V4(ip.ip))),
+        Verbs::Auto | Verbs::Off => Ok(None),
+    }
+}
+
+/// Find the RDMA port that has this address, and say what was found.
+#[cfg(feature = "verbs")]
+fn link_at(addr: IpAddr) -> Option<String> {
+    match sumac_hal::verbs::link_at(addr) {
+        Ok(Some(link)) => {
+            tracing::info!(%addr, %link, "data ports are over verbs");
+            Some(link.to_string())
+        }
+        Ok(None) => {
+            tracing::info!(%addr, "data ports are over UDP: no RDMA port that is active has their address");
+            None
+        }
+        Err(error) => {
+            tracing::info!(%addr, %error, "data ports are over UDP");
+            None
+        }
+    }
+}
+
+#[cfg(not(feature = "verbs"))]
+fn link_at(addr: IpAddr) -> Option<String> {
+    tracing::debug!(%addr, "data ports are over UDP: this build has no verbs");
+    None
+}
+
 /// Describe the board.
-fn board_config(config: &Config, ip: Cidr) -> Result<BoardConfig, RuntimeError> {
+fn board_config(config: &Config, ip: Cidr, verbs: Option<String>) -> Result<BoardConfig, RuntimeError> {
     let mut udp = UdpConfig { loopback_at: config.host, ..BoardConfig::new("", config.controller.into()).udp };
     if config.host.is_some() {
         udp.receive_buffer_bytes = GATEWAY_BYTES;
@@ -80,6 +123,7 @@ fn board_config(config: &Config, ip: Cidr) -> Result<BoardConfig, RuntimeError> 
         shards: config.shards,
         cores: config.cores.clone(),
         udp,
+        verbs,
         // Ranks are on the host, and its memory is not this machine's.
         bus: None,
         ..BoardConfig::new(config.name.clone(), config.controller.into())
@@ -104,7 +148,8 @@ pub fn run() -> Result<(), RuntimeError> {
     let filter = EnvFilter::new(&config.log);
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(false).init();
     let ip = config.ip.ok_or(RuntimeError::NoAddress)?;
-    let board = Board::start(board_config(&config, ip)?)?;
+    let verbs = choose_link(&config, ip, link_at)?;
+    let board = Board::start(board_config(&config, ip, verbs)?)?;
     let addrs: Vec<_> = board.data_addrs().map(|addr| addr.to_string()).collect();
     tell(&format!("{SERVES} as {}, boot id {:016x}, at {}", config.name, board.announce().boot_id.0, addrs.join(" ")))?;
     while !board.wait_registered(REGISTER_WAIT) {}
@@ -123,10 +168,53 @@ fn tell(line: &str) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    fn board(words: &[&str]) -> Result<BoardConfig, RuntimeError> {
+    fn config(words: &[&str]) -> Result<(Config, Cidr), ConfigError> {
         let words = ["name=d", "controller=127.0.0.1:7847"].iter().chain(words).copied();
-        let config = Settings::from_words(words)?.config()?;
-        board_config(&config, "10.0.2.15/24".parse().expect("an address"))
+        Ok((Settings::from_words(words)?.config()?, "10.0.2.15/24".parse().expect("an address")))
+    }
+
+    fn board(words: &[&str]) -> Result<BoardConfig, RuntimeError> {
+        let (config, ip) = config(words)?;
+        board_config(&config, ip, None)
+    }
+
+    #[test]
+    fn data_ports_are_over_rdma_where_a_port_has_their_address() {
+        let choose = |words: &[&str], there: Option<&str>| {
+            let (config, ip) = config(words)?;
+            let mut asked = None;
+            let link = choose_link(&config, ip, |addr| {
+                asked = Some(addr.to_string());
+                there.map(str::to_owned)
+            })?;
+            Ok::<_, RuntimeError>((link, asked))
+        };
+        let (found, own) = (Some("mlx5_1:1:3"), Some("10.0.2.15".to_owned()));
+        let link = |link: &str| Some(link.to_owned());
+        assert_eq!(choose(&[], found).expect("verbs"), (link("mlx5_1:1:3"), own.clone()));
+        assert_eq!(choose(&["verbs=auto"], None).expect("UDP"), (None, own));
+        assert_eq!(choose(&["verbs=off"], found).expect("UDP"), (None, None), "nobody looks");
+        assert_eq!(choose(&["verbs=mlx5_0"], found).expect("that one"), (link("mlx5_0"), None));
+        for udp in ["data=10.0.0.1:7100", "host=10.0.2.2"] {
+            assert_eq!(choose(&[udp], found).expect("UDP"), (None, None), "{udp}");
+            let error = choose(&[udp, "verbs=mlx5_0"], found).expect_err(udp).to_string();
+            assert!(error.contains("verbs=mlx5_0: data= and host= are about UDP"), "{error}");
+        }
+        let (config, ip) = config(&[]).expect("a configuration");
+        assert_eq!(board_config(&config, ip, link("mlx5_1")).expect("a board").verbs, link("mlx5_1"));
+    }
+
+    /// Without RDMA hardware, or without the feature, unsaid is UDP and said is an error.
+    #[test]
+    fn an_rdma_port_that_is_not_there_is_an_error_only_where_it_was_asked_for() {
+        let nowhere = IpAddr::V4(std::net::Ipv4Addr::new(192, 0, 2, 1));
+        assert_eq!(link_at(nowhere), None);
+        let (config, _) = config(&["verbs=none0"]).expect("a configuration");
+        let local = "127.0.0.1/8".parse().expect("an address");
+        let link = choose_link(&config, local, link_at).expect("as it was said");
+        let error = Board::start(board_config(&config, local, link).expect("a board")).expect_err("no such port");
+        let said = if cfg!(feature = "verbs") { "RDMA device" } else { "--features verbs" };
+        assert!(error.to_string().contains(said), "{error}");
     }
 
     fn addr(text: &str) -> SocketAddr {

@@ -1,4 +1,4 @@
-//! What RDMA there is: ports, their identifiers, and how much memory may be locked for them.
+//! What RDMA there is: ports, their identifiers, how much memory may be locked for them, and cards that copy by themselves.
 
 use super::{Finding, Health};
 
@@ -20,7 +20,7 @@ mod built {
     use super::{Finding, Health, WHAT};
     use rustix::process::{Resource, getrlimit};
     use std::net::Ipv6Addr;
-    use sumac_hal::verbs::{VerbsDevice, devices};
+    use sumac_hal::verbs::{VerbsDevice, devices, max_memcpy_len_bytes};
 
     /// What a device's ports lock with their buffers: 16 MiB, and as much again to spare.
     const LOCKED_BYTES: u64 = 32 << 20;
@@ -34,8 +34,21 @@ mod built {
                 "no RDMA device".into(),
                 "Soft-RoCE makes one of a network interface: modprobe rdma_rxe, rdma link add rxe0 type rxe netdev eth0",
             ),
-            Ok(ports) => ports.iter().map(of_port).chain([locked()]).collect(),
+            Ok(ports) => {
+                let mut names: Vec<_> = ports.iter().map(|port| port.device.as_str()).collect();
+                names.dedup();
+                ports.iter().map(of_port).chain([locked()]).chain(names.into_iter().map(copies)).collect()
+            }
         }
+    }
+
+    /// Whether the device copies between registered memory by itself.
+    fn copies(device: &str) -> Finding {
+        let (health, found) = match max_memcpy_len_bytes(device) {
+            Ok(len_bytes) => (Health::Ok, format!("{device}: up to {len_bytes} bytes at a time")),
+            Err(error) => (Health::Missing, error.to_string()),
+        };
+        Finding { health, what: "DMA copies", found, advice: String::new() }
     }
 
     fn of_port(port: &VerbsDevice) -> Finding {
