@@ -103,6 +103,12 @@ impl Lost {
         (wakers.port, wakers.reference) = (port, reference);
     }
 
+    /// Return who is woken for the tree.
+    pub(super) fn tree_wakers(&self) -> (Option<Waker>, Option<reference::Waker>) {
+        let wakers = self.wakers();
+        (wakers.port.clone(), wakers.reference.clone())
+    }
+
     /// Wake who changes the view as well.
     pub(super) fn set_inbox(&self, inbox: Arc<Inbox>) {
         self.wakers().inbox = Some(Arc::clone(&inbox));
@@ -244,6 +250,14 @@ impl Lost {
         self.wake();
     }
 
+    /// A controller has taken the job over: who is lost is its word again.
+    pub(super) fn controller_back(&self) {
+        self.news().is_controller_gone = false;
+        let inbox = self.wakers().inbox.clone();
+        inbox.iter().for_each(|inbox| inbox.watch(Vec::new(), true));
+        self.wake();
+    }
+
     pub(super) fn has_controller(&self) -> bool {
         !self.news().is_controller_gone
     }
@@ -329,5 +343,7 @@ mod tests {
         assert!(lost.has_controller());
         lost.controller_gone();
         assert!(!lost.has_controller());
+        lost.controller_back();
+        assert!(lost.has_controller());
     }
 }

@@ -15,7 +15,7 @@
 //! closes it first and then looks at the count. In one order of all these accesses one of both sees the other.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 /// How many calls a rank may begin while the others answer.
@@ -46,6 +46,17 @@ pub(super) struct Offers {
     move_at: AtomicU64,
     view: AtomicU32,
     changed: (Mutex<()>, Condvar),
+    /// Locked by whoever changes where to move.
+    cut_off: Mutex<CutOff>,
+}
+
+/// What is left of a move whose controller is gone.
+#[derive(Debug, Default)]
+struct CutOff {
+    /// The other ranks may have moved already: all do at that call, though nobody has a tree for them.
+    is_due: bool,
+    /// What the next controller offers meanwhile.
+    next: Option<u32>,
 }
 
 impl Offers {
@@ -56,17 +67,63 @@ impl Offers {
             move_at: AtomicU64::new(OPEN),
             view: AtomicU32::new(0),
             changed: (Mutex::new(()), Condvar::new()),
+            cut_off: Mutex::new(CutOff { is_due: false, next: None }),
         }
     }
 
-    /// The controller offers a tree. Returns from which call on this rank waits for more.
-    pub(super) fn offer(&self, view: u32) -> u64 {
+    /// The controller offers a tree. Returns from which call on this rank waits for more; `None` if it says so later, by
+    /// [`Offers::settle`].
+    pub(super) fn offer(&self, view: u32) -> Option<u64> {
+        let mut cut_off = self.cut_off();
+        if cut_off.is_due {
+            cut_off.next = Some(view);
+            return None;
+        }
         self.view.store(view, Ordering::Relaxed);
         self.move_at.store(OPEN, Ordering::Relaxed);
         self.limit.store(0, Ordering::SeqCst);
         let at = self.begun.load(Ordering::SeqCst) + MARGIN;
         self.set_limit(at);
-        at
+        Some(at)
+    }
+
+    fn cut_off(&self) -> MutexGuard<'_, CutOff> {
+        self.cut_off.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The controller is gone. Where it has said where to move, all ranks have heard it, and some may have moved.
+    pub(super) fn lose_controller(&self) {
+        let mut cut_off = self.cut_off();
+        if self.move_at.load(Ordering::Relaxed) == OPEN {
+            self.withdraw();
+        } else {
+            *cut_off = CutOff { is_due: true, next: None };
+        }
+    }
+
+    /// Tell whether the controller that said where to move is gone.
+    pub(super) fn is_cut_off(&self) -> bool {
+        self.cut_off().is_due
+    }
+
+    /// The move is over, or off. Returns what was offered meanwhile: its view, and from which call on this rank waits.
+    pub(super) fn settle(&self) -> Option<(u32, u64)> {
+        let next = {
+            let mut cut_off = self.cut_off();
+            self.withdraw();
+            std::mem::take(&mut *cut_off).next
+        };
+        next.and_then(|view| Some((view, self.offer(view)?)))
+    }
+
+    /// The controller takes an offer back.
+    pub(super) fn take_back(&self) {
+        let mut cut_off = self.cut_off();
+        if cut_off.is_due {
+            cut_off.next = None;
+        } else {
+            self.withdraw();
+        }
     }
 
     /// All ranks move at this call, if they still mean the same offer.
@@ -78,7 +135,7 @@ impl Offers {
     }
 
     /// Nobody moves.
-    pub(super) fn withdraw(&self) {
+    fn withdraw(&self) {
         self.move_at.store(OPEN, Ordering::Relaxed);
         self.set_limit(OPEN);
     }
@@ -155,12 +212,12 @@ mod tests {
         let offers = Offers::new();
         let begin = |deadline| offers.begin(deadline, || false);
         assert_eq!(begin(soon()), Turn::Go);
-        assert_eq!(offers.offer(3), 1 + MARGIN);
+        assert_eq!(offers.offer(3), Some(1 + MARGIN));
         (0..MARGIN).for_each(|_| assert_eq!(begin(soon()), Turn::Go));
         assert_eq!(begin(Instant::now()), Turn::TooLate);
         offers.withdraw();
         assert_eq!(begin(soon()), Turn::Go);
-        let at = offers.offer(4);
+        let at = offers.offer(4).expect("at once");
         offers.move_at(3, at);
         offers.move_at(4, at + 5);
         (0..MARGIN + 5).for_each(|_| assert_eq!(begin(soon()), Turn::Go));
@@ -175,7 +232,7 @@ mod tests {
     #[test]
     fn who_waits_is_woken() {
         let offers = Offers::new();
-        let at = offers.offer(0);
+        let at = offers.offer(0).expect("at once");
         (0..at).for_each(|_| assert_eq!(offers.begin(soon(), || false), Turn::Go));
         thread::scope(|scope| {
             let waits = scope.spawn(|| offers.begin(soon(), || false));
@@ -191,6 +248,26 @@ mod tests {
         });
     }
 
+    /// Some ranks have moved already when the controller is gone: the others do too, and only then hear of the next offer.
+    #[test]
+    fn a_move_that_all_know_of_outlives_its_controller() {
+        let offers = Offers::new();
+        let begin = || offers.begin(Instant::now(), || false);
+        let at = offers.offer(2).expect("at once");
+        offers.move_at(2, at);
+        offers.lose_controller();
+        assert!(offers.is_cut_off());
+        assert_eq!(offers.offer(5), None);
+        (0..at).for_each(|_| assert_eq!(begin(), Turn::Go));
+        assert_eq!(begin(), Turn::Move(2));
+        assert_eq!(offers.settle(), Some((5, at + 1 + MARGIN)));
+        // One that is only offered is off.
+        offers.lose_controller();
+        assert!(!offers.is_cut_off());
+        (0..2 * MARGIN).for_each(|_| assert_eq!(begin(), Turn::Go));
+        assert_eq!(offers.settle(), None);
+    }
+
     /// However they meet: no call from the number on that was promised begins before more is heard.
     #[test]
     fn a_promise_is_kept_by_calls_that_begin_meanwhile() {
@@ -202,7 +279,7 @@ mod tests {
                     (0..10_000).take_while(|_| offers.begin(Instant::now(), || false) == Turn::Go).count() as u64
                 });
                 start.wait();
-                let at = offers.offer(1);
+                let at = offers.offer(1).expect("at once");
                 let begun = caller.join().expect("no panic");
                 // One that came while the limit was closed gave up at once here.
                 assert!(begun <= at, "{begun} calls, promised {at}");

@@ -149,9 +149,9 @@ impl Core {
         Ok(attempt.lines.run((desc, path), table_version, &schedule, buffers, (deadline, urgent))?)
     }
 
-    /// Get another tree, and agree with all ranks whether everybody has it.
-    fn find_common_tree(&mut self, deadline: Deadline) -> Result<Option<Found>, Error> {
-        let found = self.find_tree(deadline);
+    /// Get another tree, if the controller is to be asked, and agree with all ranks whether everybody has it.
+    fn find_common_tree(&mut self, asks: bool, deadline: Deadline) -> Result<Option<Found>, Error> {
+        let found = if asks { self.find_tree(deadline) } else { None };
         let own = found.as_ref().map_or(0, |found| found.group);
         let mut groups = vec![0_u64; self.config.world as usize];
         let desc = OpDesc::all_gather(Dtype::U64, groups.len() as u64);
@@ -176,7 +176,7 @@ impl Core {
     pub(super) fn install(&mut self, found: Option<Found>) {
         self.view += 1;
         self.completed_below = 0;
-        self.lost.offers.withdraw();
+        self.note_settled_offer();
         if let Some(found) = found {
             self.situation = found.situation;
             self.tree = Some(found.tree);
@@ -203,19 +203,70 @@ impl Core {
     }
 
     /// Move to the tree that was offered; all ranks are here. What was started before runs to its end first, since only
-    /// then all connections are between the same two operations.
+    /// then all connections are between the same two operations, and nobody needs a tree from before, which works until
+    /// then, and on if there is no other.
     fn move_to(&mut self, job_view: u32, deadline: Deadline) -> Result<(), Error> {
-        if self.tree.is_some() {
-            self.lost.offers.withdraw();
+        let (view, is_cut_off) = (self.view, self.lost.offers.is_cut_off());
+        self.run_started(deadline)?;
+        self.end_started_in_tree(deadline)?;
+        if self.view != view {
+            // The tree was lost meanwhile, and with it the offer, at all ranks.
             return Ok(());
         }
-        self.run_started(deadline)?;
-        self.job_view = job_view;
-        let found = self.find_common_tree(deadline)?;
+        let before = self.tree.is_some().then(|| (self.situation.clone(), self.lost.tree_wakers()));
+        if before.is_some() {
+            self.situation.tree = Err("all ranks move to another one".into());
+        }
+        self.job_view = self.job_view.max(job_view);
+        let found = self.find_common_tree(!is_cut_off, deadline)?;
         let (job, rank, moved) = (&self.config.job, self.config.rank, found.is_some());
         tracing::info!(job, rank, moved, "a tree was offered");
+        match (before, found.is_some()) {
+            (Some((situation, (port, reference))), false) if self.tree.is_some() => {
+                self.lost.set_wakers(port, reference);
+                self.situation = situation;
+                self.forget_choices();
+                self.note_settled_offer();
+                return Ok(());
+            }
+            _ => self.leave_tree(),
+        }
         self.install(found);
         Ok(())
+    }
+
+    /// Wait for all that was started in the tree.
+    fn end_started_in_tree(&mut self, deadline: Deadline) -> Result<(), Error> {
+        let in_tree = |core: &Self| core.owned.keys().any(|op| op.0 >= core.completed_below);
+        while in_tree(self) {
+            match self.step(None, deadline) {
+                Err(error) if self.is_repairable(&error) => {
+                    self.change_view(None, &error, deadline)?;
+                }
+                stepped => stepped?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Nothing of the tree is needed any more: its group ends by itself, as nobody renews it.
+    fn leave_tree(&mut self) {
+        let Some(mut tree) = self.tree.take() else { return };
+        let handles: Vec<u64> = self.started.keys().copied().collect();
+        handles.into_iter().for_each(|handle| self.settle(handle));
+        let completed_below = OpId(self.completed_below);
+        self.relaunch(completed_below);
+        tree.retire();
+        let stats = tree.stats();
+        self.past_bytes += stats.bytes_out;
+        self.past_retransmits += stats.retransmits;
+    }
+
+    /// Whatever was offered is taken or not; what was offered since is answered.
+    fn note_settled_offer(&self) {
+        if let (Some((view, at)), Some(session)) = (self.lost.offers.settle(), &self.session) {
+            session.pause(view, at);
+        }
     }
 
     /// Tell the controller that its tree is not taken, and why; later calls say so too.

@@ -39,6 +39,7 @@ mod shape;
 mod state;
 #[cfg(test)]
 mod tests;
+mod watch;
 
 pub use books::{Quota, Quotas};
 pub use client::{ClientError, Notice, Session, status};

@@ -65,6 +65,26 @@ pub enum ClientRequest {
     },
     /// The job is over for this rank, and for all others that hear of it, by this. The first of a job counts.
     Over(Over),
+    /// Go on as this rank of a job that an earlier life of the controller has begun. Answered by Resumed when all its
+    /// ranks have asked, or when those that have not count as lost; or by Refused.
+    Resume(Box<Resumption>),
+}
+
+/// What a rank knows of its job, for a controller that does not.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Resumption {
+    /// As it joined.
+    pub request: JoinRequest,
+    /// The devices that the job is pinned to; empty where the controller plans.
+    pub devices: Vec<String>,
+    /// The job's view as this rank heard it last.
+    pub view: u32,
+    /// How often it was told who is left.
+    pub shrunk: u32,
+    /// What the job's connections between ranks say first.
+    pub mesh_token: u64,
+    /// What a declared order means, as on joining.
+    pub expression: Vec<Vec<Child>>,
 }
 
 /// What ends a job at all its ranks though none has died: those that come to it late can't hear of it from ranks that
@@ -286,6 +306,8 @@ pub enum ClientReply {
     Withdrawn,
     /// By itself: the job's place in the queue has changed; `None`: it waits no more.
     Queued(Option<QueuePlace>),
+    /// To Resume: the job goes on with this controller.
+    Resumed,
 }
 
 /// Why a rank can't join.
@@ -338,6 +360,14 @@ pub enum JoinRefusal {
         rank: Rank,
         /// The job.
         job: String,
+    },
+    /// What the rank says that its declared order means is no expression over its ranks.
+    #[error("the expression of job {job:?} makes no sense: {reason}")]
+    Expression {
+        /// The job.
+        job: String,
+        /// Why.
+        reason: String,
     },
 }
 

@@ -9,6 +9,7 @@ mod offer;
 mod place;
 mod repair;
 mod report;
+mod resume;
 mod serve;
 mod wait;
 
@@ -30,6 +31,7 @@ use super::proto::{ClientReply, JoinRefusal, JoinRequest, Membership, QueuePlace
 use super::queue::Queue;
 use crate::coll::tree::Tree;
 use crate::plan::Child;
+use resume::Resuming;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
@@ -45,6 +47,11 @@ pub(super) struct Client {
 impl Client {
     pub(super) fn new(line: Box<dyn Line>) -> Self {
         Self { line: Mutex::new(line) }
+    }
+
+    /// End the connection, which its reader notices.
+    fn hang_up(&self) {
+        self.line.lock().unwrap_or_else(PoisonError::into_inner).hang_up();
     }
 
     /// Tell it; a client that can't be told is hung up on, which its reader notices.
@@ -106,6 +113,8 @@ struct Job {
     expression: Option<Tree>,
     /// Its place in the queue as its ranks were told last.
     told: Option<QueuePlace>,
+    /// While ranks of a job from before this controller come back.
+    resuming: Option<Resuming>,
 }
 
 impl Job {
@@ -131,6 +140,7 @@ impl Job {
             declined: Vec::new(),
             expression: None,
             told: None,
+            resuming: None,
         }
     }
 
@@ -309,7 +319,7 @@ impl State {
         }
         let token = self.entropy.number([self.next_view.0, self.jobs.len() as u64]);
         let job = self.jobs.entry(name.clone()).or_insert_with(|| Job::new(world, token));
-        if job.placement.is_some() || job.members.len() == job.world as usize {
+        if job.placement.is_some() || job.resuming.is_some() || job.members.len() == job.world as usize {
             return Err(JoinRefusal::Running { job: name });
         }
         if job.members.contains_key(&rank) {
@@ -337,6 +347,9 @@ impl State {
             return;
         }
         job.members.remove(&rank);
+        if job.resuming.is_some() {
+            return self.depart_early((name, rank), clean);
+        }
         // A tree is for all ranks: none is made for the others.
         job.placing = None;
         let held = job.hold.take();

@@ -376,10 +376,13 @@ impl State {
         devices.filter_map(|device| placement.release_on(&device).map(|asked| (device, asked))).collect()
     }
 
-    /// The controller ends: free everything. Returns what devices have yet to answer.
+    /// The controller ends: free everything, and hang up on all ranks. Returns what devices have yet to answer.
     pub(in crate::controller) fn release_all(&mut self) -> Vec<(Arc<DeviceSession>, Asked)> {
         self.queue = Queue::default();
-        let placed = std::mem::take(&mut self.jobs).into_values().filter_map(|job| job.placement?.ok());
+        let jobs = std::mem::take(&mut self.jobs);
+        // Ranks look for the next controller from here on.
+        jobs.values().flat_map(|job| job.members.values()).for_each(|member| member.client.hang_up());
+        let placed = jobs.into_values().filter_map(|job| job.placement?.ok());
         let released: Vec<_> = placed.flat_map(|placement| self.release(&placement)).collect();
         released
     }
