@@ -59,7 +59,9 @@
 //!
 //! The controller says who is dead. Where it is gone, ranks that no longer hear of others go on without them if they are
 //! more than half of all; else they end with [`Error::Partitioned`]. Where they can't agree in time, [`Error::Deadline`]
-//! says that nothing was decided, and [`Error::OutcomeUnknown`] that others may have.
+//! says that nothing was decided, and [`Error::OutcomeUnknown`] that others may have. Operations go on meanwhile, and a
+//! controller that starts at the same address takes the job over, as soon as all its ranks have found it, or 10 s after the
+//! first has: who has not by then counts as lost. It offers the job a tree that it knows, in place of the one from before.
 //!
 //! # When ranks come late
 //!
