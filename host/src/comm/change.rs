@@ -56,6 +56,8 @@ struct Settled {
     outcome: Outcome<Decision>,
     /// The tree to go on with.
     found: Option<Found>,
+    /// Which tree it is the loss of, counted alike at all ranks.
+    trees: u32,
 }
 
 /// A change on its way.
@@ -67,6 +69,8 @@ struct Talks {
     bound: Option<(Ballot, TcpListener, SocketAddr)>,
     /// The tree that was found with the last plan that was done here.
     found: Option<Found>,
+    /// Which tree the ranks of the last plan have lost.
+    trees: u32,
 }
 
 /// A clock that begins with the change.
@@ -140,7 +144,7 @@ impl Core {
         let mut tree = self.tree.take();
         if tree.is_some() {
             if let Some(session) = self.session.as_ref().filter(|_| cause.is_loss_of_tree()) {
-                session.suspect(self.job_view);
+                session.suspect(self.job_view());
             }
             self.situation.tree = Err(format!("its tree was lost ({cause})"));
             self.forget_choices();
@@ -161,12 +165,18 @@ impl Core {
             let ops = tree.as_ref().map(|tree| tree.remains().ops());
             ops.map_or(OpId(0), |ops| ops.in_flight().find(|op| op.end() > cut).map_or(ops.next_id(), |op| op.id))
         };
+        let mut is_behind = false;
         let (cut, result) = match settled {
-            Ok(Settled { outcome, found }) => (outcome.decision.cut, ended(&outcome, cause).map_or(Ok(found), Err)),
+            Ok(Settled { outcome, found, trees }) => {
+                is_behind = self.view < trees;
+                self.view = trees;
+                (outcome.decision.cut, ended(&outcome, cause).map_or(Ok(found), Err))
+            }
             // What the device had answered is here, whatever becomes of the others.
             Err(error) => (0, Err(error)),
         };
-        let completed_below = first_above(cut);
+        // Of a tree that others have moved from already, everything is complete here.
+        let completed_below = if is_behind { OpId(u64::MAX) } else { first_above(cut) };
         let (took, repair_bytes) = (began.elapsed(), self.repaired_bytes - sent_before);
         let took_ms = took.as_millis() as u64;
         match result {
@@ -189,7 +199,7 @@ impl Core {
 
     /// Change the view because others ask for it, outside of any call.
     pub(super) fn serve_change(&mut self) {
-        let is_tree_lost = self.tree.is_some() && self.lost.repair_wanted() > self.job_view;
+        let is_tree_lost = self.tree.is_some() && self.lost.repair_wanted() > self.job_view();
         let is_wanted = is_tree_lost || self.is_unsettled();
         if !is_wanted || self.has_ended() || self.parley.is_none() || self.lost.is_cancelled() {
             return;
@@ -248,7 +258,7 @@ impl Core {
         };
         let (clock, own) = (Clock(Instant::now()), (Rank(self.config.rank), self.config.world));
         let view = View::new(own, Dead::new(), self.lost.has_controller(), clock.at(deadline.0));
-        let mut talks = Talks { view, clock, inbox, bound: None, found: None };
+        let mut talks = Talks { view, clock, inbox, bound: None, found: None, trees: self.view };
         self.hear_of_deaths(&mut talks.view);
         if !talks.inbox.has_mail() {
             talks.view.begin();
@@ -308,11 +318,13 @@ impl Core {
                     None => self.bind(ballot)?,
                 };
                 let address = talks.bound.insert(bound).2;
-                talks.view.promise(ballot, account(left, address));
+                talks.view.promise(ballot, account(left, address, self.view));
                 Ok(None)
             }
             Event::Run { ballot, accounts } => {
                 talks.found = None;
+                let (trees, accounts) = repair::of_last_tree(&accounts);
+                talks.trees = trees;
                 let listener = talks.bound.take().map(|(_, listener, _)| listener);
                 let attempt = (ballot, &accounts, listener);
                 match self.carry_out(left, attempt, (talks.view.dead(), &talks.inbox), deadline) {
@@ -338,7 +350,7 @@ impl Core {
                     parley.settle(dead.clone(), Message::Commit { outcome: commit, dead });
                 }
                 let found = talks.found.take().filter(|found| found.group == outcome.word);
-                Ok(Some(Settled { outcome, found }))
+                Ok(Some(Settled { outcome, found, trees: talks.trees }))
             }
             Event::Ended(end) => Err(self.out(end, talks.view.dead(), deadline.1)),
         }
@@ -393,7 +405,8 @@ impl Core {
         deadline: Deadline,
     ) -> Result<(Decision, Option<Found>), Error> {
         let unsound = |rank| Error::Schedule(ExecError::Protocol { rank, what: "its ledger makes no sense".into() });
-        if let Some(ops) = left.tree.map(|tree| tree.remains().ops()) {
+        let is_behind = accounts.values().any(|account| account.trees > self.view);
+        if let Some(ops) = left.tree.filter(|_| !is_behind).map(|tree| tree.remains().ops()) {
             let is_sound = |account: &Account| account.ledger.is_sound(self.config.world, |desc| ops.chunks(desc));
             let broken = accounts.iter().find(|(_, account)| !is_sound(account));
             broken.map_or(Ok(()), |(&rank, _)| Err(unsound(rank)))?;
@@ -441,12 +454,12 @@ fn ended(outcome: &Outcome<Decision>, cause: &Error) -> Option<Error> {
     (!ranks.is_empty()).then(|| Error::RanksFailed { ranks, operation, fresh: Fresh::default() })
 }
 
-fn account(left: &Left<'_, '_, '_>, address: SocketAddr) -> Account {
+fn account(left: &Left<'_, '_, '_>, address: SocketAddr, trees: u32) -> Account {
     let remains = left.tree.map(Tree::remains);
     let ledger = remains.map_or_else(|| Ledger::new(0), |remains| repair::ledger(&left.landed.over(remains)));
     let in_flight = remains.into_iter().flat_map(|remains| remains.ops().in_flight());
     let calls = in_flight.filter_map(|op| Some((op.end(), *left.calls.get(&op.id)?))).collect();
-    Account { ledger, calls, open: left.open, address }
+    Account { ledger, calls, open: left.open, address, trees }
 }
 
 /// Ends the pieces of a plan that is not wanted any more.

@@ -92,7 +92,7 @@ pub(super) struct Core {
     pub(super) completed_below: u64,
     /// How many trees this communicator has lost and got over, or moved to.
     pub(super) view: u32,
-    /// The view of the job, as the controller counts.
+    /// The view of the job, as the controller counts; see [`Core::job_view`].
     pub(super) job_view: u32,
     /// What was counted at the trees before.
     pub(super) past_bytes: u64,

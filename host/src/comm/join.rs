@@ -216,12 +216,17 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     let watch = Arc::clone(&lost);
     let may_repair = config.repair;
     let on_notice = move |notice| match notice {
-        Notice::Offer { view } if may_repair => Some(ClientRequest::Pause { view, at: watch.offers.offer(view) }),
+        Notice::Offer { view } if may_repair => watch.offers.offer(view).map(|at| ClientRequest::Pause { view, at }),
         other => {
             match other {
                 Notice::RankLost(rank) => watch.set(rank),
                 Notice::Over(over) => watch.over(over),
-                Notice::ControllerLost => watch.controller_gone(),
+                Notice::ControllerLost => {
+                    watch.offers.lose_controller();
+                    watch.controller_gone();
+                }
+                Notice::ControllerBack { view } => watch.controller_back(view),
+                Notice::NotResumed(refusal) => watch.refused(refusal.to_string()),
                 Notice::Repair { view } => watch.repair(view),
                 Notice::MoveAt { view, call } => watch.offers.move_at(view, call),
                 Notice::Withdrawn => watch.offers.withdraw(),

@@ -25,6 +25,8 @@ pub(super) struct Lost {
     news: Mutex<News>,
     /// The last view whose tree is lost, and one; 0: none is.
     repairs: AtomicU32,
+    /// The job's view as the controller of the moment has said when it took the job over.
+    job_view: AtomicU32,
     wakers: Mutex<Wakers>,
     /// Where to move, among calls.
     pub(super) offers: Offers,
@@ -36,6 +38,23 @@ pub(super) struct Lost {
     serving: Mutex<Vec<JoinHandle<()>>>,
 }
 
+/// Whether a controller stands behind a job.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum ControllerState {
+    /// It does.
+    #[default]
+    Present,
+    /// It is gone. The next one at its address takes the job over; operations go on meanwhile.
+    Away,
+    /// The one that is there does not take this rank in. Operations go on without, for good: no other tree is found for
+    /// them, and nobody says who is left.
+    Refused {
+        /// Why.
+        reason: String,
+    },
+}
+
 /// What is known of the other ranks.
 #[derive(Debug, Default)]
 struct News {
@@ -43,7 +62,7 @@ struct News {
     dead: Vec<Rank>,
     /// The last view that another rank wants to change, and one; 0: none does.
     called: u64,
-    is_controller_gone: bool,
+    controller: ControllerState,
     /// What has ended the job at another rank, or at this one.
     over: Option<Over>,
 }
@@ -77,6 +96,7 @@ impl Lost {
             is_cancelled,
             news: Mutex::default(),
             repairs: AtomicU32::new(0),
+            job_view: AtomicU32::new(0),
             wakers,
             offers: Offers::new(),
             core: OnceLock::new(),
@@ -101,6 +121,12 @@ impl Lost {
     pub(super) fn set_wakers(&self, port: Option<Waker>, reference: Option<reference::Waker>) {
         let mut wakers = self.wakers();
         (wakers.port, wakers.reference) = (port, reference);
+    }
+
+    /// Return who is woken for the tree.
+    pub(super) fn tree_wakers(&self) -> (Option<Waker>, Option<reference::Waker>) {
+        let wakers = self.wakers();
+        (wakers.port.clone(), wakers.reference.clone())
     }
 
     /// Wake who changes the view as well.
@@ -238,14 +264,39 @@ impl Lost {
 
     /// Nobody says any more who is lost.
     pub(super) fn controller_gone(&self) {
-        self.news().is_controller_gone = true;
+        self.set_controller(ControllerState::Away);
+    }
+
+    /// A controller has taken the job over, in that view: who is lost is its word again.
+    pub(super) fn controller_back(&self, view: u32) {
+        self.job_view.fetch_max(view, Ordering::Release);
+        self.set_controller(ControllerState::Present);
+    }
+
+    /// A controller does not take this rank in.
+    pub(super) fn refused(&self, reason: String) {
+        self.set_controller(ControllerState::Refused { reason });
+    }
+
+    fn set_controller(&self, state: ControllerState) {
+        let is_there = state == ControllerState::Present;
+        self.news().controller = state;
         let inbox = self.wakers().inbox.clone();
-        inbox.iter().for_each(|inbox| inbox.watch(Vec::new(), false));
+        inbox.iter().for_each(|inbox| inbox.watch(Vec::new(), is_there));
         self.wake();
     }
 
+    pub(super) fn controller(&self) -> ControllerState {
+        self.news().controller.clone()
+    }
+
     pub(super) fn has_controller(&self) -> bool {
-        !self.news().is_controller_gone
+        self.news().controller == ControllerState::Present
+    }
+
+    /// Return the least that the job's view is.
+    pub(super) fn job_view(&self) -> u32 {
+        self.job_view.load(Ordering::Acquire)
     }
 
     /// Tell whether this view is to change, as others are lost or say so.
@@ -329,5 +380,12 @@ mod tests {
         assert!(lost.has_controller());
         lost.controller_gone();
         assert!(!lost.has_controller());
+        lost.controller_back(3);
+        assert!(lost.has_controller());
+        assert_eq!(lost.job_view(), 3);
+        lost.controller_gone();
+        lost.refused("another job has its name".into());
+        assert!(!lost.has_controller());
+        assert_eq!(lost.controller(), ControllerState::Refused { reason: "another job has its name".into() });
     }
 }

@@ -59,7 +59,11 @@
 //!
 //! The controller says who is dead. Where it is gone, ranks that no longer hear of others go on without them if they are
 //! more than half of all; else they end with [`Error::Partitioned`]. Where they can't agree in time, [`Error::Deadline`]
-//! says that nothing was decided, and [`Error::OutcomeUnknown`] that others may have.
+//! says that nothing was decided, and [`Error::OutcomeUnknown`] that others may have. Operations go on meanwhile, and a
+//! controller that starts at the same address takes the job over, as soon as all its ranks have found it, or 10 s after the
+//! first has, if they are more than half by then: who has not come counts as lost. It offers the job a tree that it knows,
+//! in place of the one from before. [`Communicator::controller`] says where that stands; a rank that is not taken in, as
+//! when another job has its name by then, goes on without a controller.
 //!
 //! # When ranks come late
 //!
@@ -111,6 +115,7 @@ pub use element::{Element, Held};
 pub use error::{Error, Fresh};
 pub use handle::Handle;
 pub use join::{DEFAULT_PORT, JoinConfig, JoinError};
+pub use lost::ControllerState;
 pub use messages::MessageHandle;
 pub use shrink::ShrinkError;
 pub use split::SplitError;
@@ -213,6 +218,11 @@ impl Communicator {
     /// Return the job's place among those that wait for a tree that others hold; `None` if it does not wait.
     pub fn queue_place(&self) -> Option<QueuePlace> {
         self.own.lost().queue_place()
+    }
+
+    /// Return whether a controller stands behind the job, which operations do not need.
+    pub fn controller(&self) -> ControllerState {
+        self.own.lost().controller()
     }
 
     /// Return how much was repaired so far: in calls, whose [`Outcome::repaired`] says so, and between them.

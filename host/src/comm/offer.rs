@@ -14,8 +14,10 @@
 //! Invariants:
 //! - A call begins only below `limit`. The caller counts itself and then looks at the limit; who sets a limit closes it
 //!   first and then looks at the count. In one order of all these accesses one of both sees the other.
-//! - What was promised is taken back by the controller's word alone, or by a later view. An offer may come before this rank
-//!   has gone over to the view that it is of: the others, who have, count on the answer.
+//! - What was promised is taken back by the controller's word alone, by its end, or by a later view. An offer may come
+//!   before this rank has gone over to the view that it is of: the others, who have, count on the answer.
+//! - All ranks that were told where to move meet there, whatever has happened since: some are there already, and wait.
+//!   That there is no tree for them any more they find out together.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -48,23 +50,48 @@ pub(super) struct Offers {
     /// At this call the communicator moves.
     move_at: AtomicU64,
     view: AtomicU32,
-    changed: (Mutex<()>, Condvar),
+    /// Locked by whoever changes anything but the count.
+    changed: (Mutex<Appointment>, Condvar),
 }
+
+/// A move that all ranks make.
+#[derive(Debug, Default)]
+struct Appointment {
+    /// From when this rank was told the call until it has moved, or has seen there that nobody can.
+    is_made: bool,
+    /// The controller that has said so is gone: nobody has a tree for them.
+    is_cut_off: bool,
+    /// What was offered meanwhile.
+    next: Option<u32>,
+}
+
+/// Held by whoever changes where to move.
+type Change<'o> = MutexGuard<'o, Appointment>;
 
 impl Offers {
     pub(super) const fn new() -> Self {
+        let none = Appointment { is_made: false, is_cut_off: false, next: None };
         Self {
             begun: AtomicU64::new(0),
             limit: AtomicU64::new(OPEN),
             move_at: AtomicU64::new(OPEN),
             view: AtomicU32::new(0),
-            changed: (Mutex::new(()), Condvar::new()),
+            changed: (Mutex::new(none), Condvar::new()),
         }
     }
 
-    /// The controller offers a tree. Returns from which call on this rank waits for more.
-    pub(super) fn offer(&self, view: u32) -> u64 {
-        let change = self.lock();
+    /// The controller offers a tree. Returns from which call on this rank waits for more; `None` if it says so later, by
+    /// [`Offers::moved`].
+    pub(super) fn offer(&self, view: u32) -> Option<u64> {
+        let mut change = self.lock();
+        if change.is_made {
+            change.next = Some(view);
+            return None;
+        }
+        Some(self.promise(view, change))
+    }
+
+    fn promise(&self, view: u32, change: Change<'_>) -> u64 {
         self.view.store(view, Ordering::Relaxed);
         self.move_at.store(OPEN, Ordering::Relaxed);
         self.limit.store(0, Ordering::SeqCst);
@@ -75,27 +102,58 @@ impl Offers {
 
     /// All ranks move at this call, if they still mean the same offer.
     pub(super) fn move_at(&self, view: u32, call: u64) {
-        let change = self.lock();
-        if self.view.load(Ordering::Relaxed) == view && self.limit.load(Ordering::Relaxed) != OPEN {
+        let mut change = self.lock();
+        let is_promised = self.limit.load(Ordering::Relaxed) != OPEN;
+        if is_promised && !change.is_made && self.view.load(Ordering::Relaxed) == view {
+            change.is_made = true;
             self.move_at.store(call, Ordering::Release);
             self.set_limit(call, change);
         }
     }
 
-    /// Nobody moves.
-    pub(super) fn withdraw(&self) {
-        self.end(self.lock());
+    /// This rank has moved, or has seen that it can't. Returns what was offered meanwhile: its view, and from which call on
+    /// this rank waits.
+    pub(super) fn moved(&self) -> Option<(u32, u64)> {
+        let mut change = self.lock();
+        let Appointment { next, .. } = std::mem::take(&mut *change);
+        next.map(|view| (view, self.promise(view, change)))
     }
 
-    /// This rank is at that view now: an offer of an earlier one is void.
-    pub(super) fn outdate(&self, view: u32) {
-        let change = self.lock();
-        if self.view.load(Ordering::Relaxed) < view {
+    /// The controller is gone. Where it has said where to move, all ranks have heard it, and some may have moved.
+    pub(super) fn lose_controller(&self) {
+        let mut change = self.lock();
+        if change.is_made {
+            (change.is_cut_off, change.next) = (true, None);
+        } else {
             self.end(change);
         }
     }
 
-    fn end(&self, change: MutexGuard<'_, ()>) {
+    /// Tell whether the controller that said where to move is gone.
+    pub(super) fn is_cut_off(&self) -> bool {
+        self.lock().is_cut_off
+    }
+
+    /// The controller takes an offer back.
+    pub(super) fn withdraw(&self) {
+        let mut change = self.lock();
+        if change.is_made {
+            change.next = None;
+        } else {
+            self.end(change);
+        }
+    }
+
+    /// This rank is at that view now: an offer of an earlier one is void. Where to move the controller said before it gave
+    /// any rank another view, if it did.
+    pub(super) fn outdate(&self, view: u32) {
+        let change = self.lock();
+        if !change.is_made && self.view.load(Ordering::Relaxed) < view {
+            self.end(change);
+        }
+    }
+
+    fn end(&self, change: Change<'_>) {
         self.move_at.store(OPEN, Ordering::Relaxed);
         self.set_limit(OPEN, change);
     }
@@ -130,13 +188,13 @@ impl Offers {
         call
     }
 
-    /// Return what a call that is counted has to do first, if that is known. Told to move, it has: the offer is over.
+    /// Return what a call that is counted has to do first, if that is known. Told to move, it does.
     #[cfg(feature = "snapshot")]
     pub(super) fn turn_of(&self, call: u64) -> Option<Turn> {
         self.turn(call, &self.lock())
     }
 
-    fn turn(&self, call: u64, _change: &MutexGuard<'_, ()>) -> Option<Turn> {
+    fn turn(&self, call: u64, _change: &Change<'_>) -> Option<Turn> {
         if call < self.limit.load(Ordering::SeqCst) {
             return Some(Turn::Go);
         }
@@ -155,7 +213,7 @@ impl Offers {
     }
 
     /// Whoever changes anything but the count holds this.
-    fn lock(&self) -> MutexGuard<'_, ()> {
+    fn lock(&self) -> Change<'_> {
         self.changed.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -164,7 +222,7 @@ impl Offers {
         self.begun.load(Ordering::Relaxed)
     }
 
-    fn set_limit(&self, limit: u64, change: MutexGuard<'_, ()>) {
+    fn set_limit(&self, limit: u64, change: Change<'_>) {
         self.limit.store(limit, Ordering::SeqCst);
         drop(change);
         self.changed.1.notify_all();
@@ -187,16 +245,17 @@ mod tests {
         let offers = Offers::new();
         let begin = |deadline| offers.begin(deadline, || false);
         assert_eq!(begin(soon()), Turn::Go);
-        assert_eq!(offers.offer(3), 1 + MARGIN);
+        assert_eq!(offers.offer(3), Some(1 + MARGIN));
         (0..MARGIN).for_each(|_| assert_eq!(begin(soon()), Turn::Go));
         assert_eq!(begin(Instant::now()), Turn::TooLate);
         offers.withdraw();
         assert_eq!(begin(soon()), Turn::Go);
-        let at = offers.offer(4);
+        let at = offers.offer(4).expect("at once");
         offers.move_at(3, at);
         offers.move_at(4, at + 5);
         (0..MARGIN + 5).for_each(|_| assert_eq!(begin(soon()), Turn::Go));
         assert_eq!(begin(soon()), Turn::Move(4));
+        assert_eq!(offers.moved(), None);
         assert_eq!(begin(soon()), Turn::Go);
         // Too late for an offer that is over.
         offers.move_at(4, 0);
@@ -207,11 +266,12 @@ mod tests {
     #[test]
     fn an_offer_outlasts_the_change_to_the_view_that_it_is_of() {
         let offers = Offers::new();
-        let at = offers.offer(1);
+        let at = offers.offer(1).expect("at once");
         offers.outdate(1);
         offers.move_at(1, at);
         (0..at).for_each(|_| assert_eq!(offers.begin(soon(), || false), Turn::Go));
         assert_eq!(offers.begin(soon(), || false), Turn::Move(1));
+        assert_eq!(offers.moved(), None);
         offers.offer(2);
         offers.outdate(3);
         (0..2 * MARGIN).for_each(|_| assert_eq!(offers.begin(soon(), || false), Turn::Go));
@@ -220,7 +280,7 @@ mod tests {
     #[test]
     fn who_waits_is_woken() {
         let offers = Offers::new();
-        let at = offers.offer(0);
+        let at = offers.offer(0).expect("at once");
         (0..at).for_each(|_| assert_eq!(offers.begin(soon(), || false), Turn::Go));
         thread::scope(|scope| {
             let waits = scope.spawn(|| offers.begin(soon(), || false));
@@ -236,6 +296,45 @@ mod tests {
         });
     }
 
+    /// Some ranks have moved already when the controller is gone: the others do too, and only then hear of the next offer.
+    #[test]
+    fn a_move_that_all_know_of_outlives_its_controller() {
+        let offers = Offers::new();
+        let begin = || offers.begin(Instant::now(), || false);
+        let at = offers.offer(2).expect("at once");
+        offers.move_at(2, at);
+        assert!(!offers.is_cut_off());
+        offers.lose_controller();
+        assert!(offers.is_cut_off());
+        assert_eq!(offers.offer(5), None);
+        // Nor does another view change what all have heard.
+        offers.outdate(5);
+        (0..at).for_each(|_| assert_eq!(begin(), Turn::Go));
+        assert_eq!(begin(), Turn::Move(2));
+        assert_eq!(offers.moved(), Some((5, at + 1 + MARGIN)));
+        // One that is only offered is off.
+        offers.lose_controller();
+        assert!(!offers.is_cut_off());
+        (0..2 * MARGIN).for_each(|_| assert_eq!(begin(), Turn::Go));
+        assert_eq!(offers.moved(), None);
+    }
+
+    /// The others may not have asked it yet.
+    #[test]
+    fn a_controller_that_is_lost_on_the_move_is_not_asked() {
+        let offers = Offers::new();
+        let at = offers.offer(1).expect("at once");
+        offers.move_at(1, at);
+        (0..at).for_each(|_| assert_eq!(offers.begin(soon(), || false), Turn::Go));
+        assert_eq!(offers.begin(soon(), || false), Turn::Move(1));
+        offers.lose_controller();
+        assert!(offers.is_cut_off());
+        assert_eq!(offers.offer(2), None);
+        offers.withdraw();
+        assert_eq!(offers.moved(), None);
+        (0..2 * MARGIN).for_each(|_| assert_eq!(offers.begin(soon(), || false), Turn::Go));
+    }
+
     /// However they meet: no call from the number on that was promised begins before more is heard.
     #[test]
     fn a_promise_is_kept_by_calls_that_begin_meanwhile() {
@@ -247,7 +346,7 @@ mod tests {
                     (0..10_000).take_while(|_| offers.begin(Instant::now(), || false) == Turn::Go).count() as u64
                 });
                 start.wait();
-                let at = offers.offer(1);
+                let at = offers.offer(1).expect("at once");
                 let begun = caller.join().expect("no panic");
                 // One that came while the limit was closed gave up at once here.
                 assert!(begun <= at, "{begun} calls, promised {at}");

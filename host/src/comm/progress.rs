@@ -123,7 +123,7 @@ impl Core {
         if self.lost.is_cancelled() {
             return Err(Error::Cancelled);
         }
-        if self.lost.repair_wanted() > self.job_view {
+        if self.lost.repair_wanted() > self.job_view() {
             return Err(Error::PathLost);
         }
         let now = Instant::now();
@@ -356,7 +356,7 @@ impl Interrupt for Along<'_> {
         }
         self.checked = Instant::now();
         let next = self.core.pump(None);
-        let is_wanted = self.core.lost.repair_wanted() > self.core.view;
+        let is_wanted = self.core.lost.repair_wanted() > self.core.job_view();
         let error = self.core.tree_error().or(is_wanted.then_some(Error::PathLost));
         if let Some(error) = error.filter(|_| self.core.tree.is_some()) {
             self.on_tree_error(error)?;

@@ -39,8 +39,11 @@ impl Calls {
     }
 
     /// The controller offers a tree. Returns from which call on this rank waits for more.
+    ///
+    /// # Panics
+    /// Never: nobody here says that the controller is gone.
     pub fn offer(&self, view: u32) -> u64 {
-        self.0.offer(view)
+        self.0.offer(view).expect("no move outlives a controller here")
     }
 
     /// All ranks move at this call.

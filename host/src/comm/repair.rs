@@ -149,25 +149,29 @@ impl Core {
         Ok(attempt.lines.run((desc, path), table_version, &schedule, buffers, (deadline, urgent))?)
     }
 
-    /// Get another tree, and agree with all ranks whether everybody has it.
-    fn find_common_tree(&mut self, deadline: Deadline) -> Result<Option<Found>, Error> {
-        let found = self.find_tree(deadline);
+    /// Agree with all ranks on the tree that was found: everybody has it, or nobody.
+    fn agree_on(&mut self, found: Option<Found>, deadline: Deadline) -> Result<Option<Found>, Error> {
         let own = found.as_ref().map_or(0, |found| found.group);
         let mut groups = vec![0_u64; self.config.world as usize];
         let desc = OpDesc::all_gather(Dtype::U64, groups.len() as u64);
-        let explanation = explain(&self.situation, &desc, Algo::Auto);
+        // Not by the tree from before: who comes late to this has yet to move when others have left that.
+        let situation = Situation { tree: Err("all ranks move to another one".into()), ..self.situation.clone() };
+        let explanation = explain(&situation, &desc, Algo::Auto);
         let no_schedule = || Error::Argument(format!("no schedule for {desc}"));
         let path = explanation.chosen.ok_or_else(no_schedule)?;
         let buffers =
             Buffers::Separate { input: bytemuck::bytes_of(&own), output: bytemuck::cast_slice_mut(&mut groups) };
         let schedule = self.schedule_at(self.place, &desc, path, &buffers)?;
+        let asked = self.job_view();
         self.run_schedule((&desc, path), &schedule, buffers, deadline)?;
         let all_alike = groups.iter().all(|&group| group != 0 && group == groups[0]);
         if let (Some(_), false) = (&found, all_alike) {
             let without = (0..).map(Rank).zip(&groups).find(|(_, group)| **group == 0).map(|(rank, _)| rank);
             let why = without
                 .map_or_else(|| "ranks were given different trees".into(), |rank| format!("{rank} is not in it"));
-            self.decline(None, &why);
+            if self.job_view() == asked {
+                self.decline(None, &why);
+            }
         }
         Ok(found.filter(|_| all_alike))
     }
@@ -176,7 +180,7 @@ impl Core {
     pub(super) fn install(&mut self, found: Option<Found>) {
         self.view += 1;
         self.completed_below = 0;
-        self.lost.offers.outdate(self.job_view);
+        self.lost.offers.outdate(self.job_view());
         if let Some(found) = found {
             self.situation = found.situation;
             self.tree = Some(found.tree);
@@ -198,54 +202,117 @@ impl Core {
         match turn {
             Turn::Go => Ok(()),
             Turn::TooLate => Err(Error::Deadline { desc: OpDesc::barrier(), waited }),
-            Turn::Move(view) => self.move_to(view, deadline).map_err(|error| self.after_loss(error, deadline)),
+            Turn::Move(view) => {
+                let moved = self.move_to(view, deadline).map_err(|error| self.after_loss(error, deadline));
+                self.note_moved();
+                moved
+            }
         }
     }
 
-    /// Move to the tree that was offered; all ranks are here. What was started before runs to its end first, since only
-    /// then all connections are between the same two operations.
-    fn move_to(&mut self, job_view: u32, deadline: Deadline) -> Result<(), Error> {
-        if self.tree.is_some() {
-            return Ok(());
-        }
+    /// Move to the tree that was offered; all ranks come here. What was started before runs to its end first, since only
+    /// then all connections are between the same two operations, and nobody needs a tree from before, which works until
+    /// then, and on if there is no other. Where the view has changed meanwhile, all ranks have what came of that.
+    fn move_to(&mut self, offered: u32, deadline: Deadline) -> Result<(), Error> {
         self.run_started(deadline)?;
-        self.job_view = job_view;
-        let found = self.find_common_tree(deadline)?;
+        self.end_started_in_tree(deadline)?;
+        let (view, before) = (self.view, self.lost.tree_wakers());
+        let is_offered = self.job_view() <= offered && !self.lost.offers.is_cut_off();
+        self.job_view = self.job_view.max(offered);
+        let found = if is_offered { self.find_tree(deadline) } else { None };
+        let found = self.agree_on(found, deadline)?;
         let (job, rank, moved) = (&self.config.job, self.config.rank, found.is_some());
         tracing::info!(job, rank, moved, "a tree was offered");
-        self.install(found);
+        if self.view != view {
+            return Ok(());
+        }
+        match found {
+            Some(found) => {
+                self.leave_tree();
+                self.install(Some(found));
+            }
+            None if self.tree.is_some() => self.lost.set_wakers(before.0, before.1),
+            None => self.install(None),
+        }
         Ok(())
+    }
+
+    /// Wait for all that was started in the tree.
+    fn end_started_in_tree(&mut self, deadline: Deadline) -> Result<(), Error> {
+        let in_tree = |core: &Self| core.owned.keys().any(|op| op.0 >= core.completed_below);
+        while in_tree(self) {
+            match self.step(None, deadline) {
+                Err(error) if self.is_repairable(&error) => {
+                    self.change_view(None, &error, deadline)?;
+                }
+                stepped => stepped?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Nothing of the tree is needed any more: its group ends by itself, as nobody renews it.
+    fn leave_tree(&mut self) {
+        let Some(mut tree) = self.tree.take() else { return };
+        let handles: Vec<u64> = self.started.keys().copied().collect();
+        handles.into_iter().for_each(|handle| self.settle(handle));
+        let completed_below = OpId(self.completed_below);
+        self.relaunch(completed_below);
+        tree.retire();
+        let stats = tree.stats();
+        self.past_bytes += stats.bytes_out;
+        self.past_retransmits += stats.retransmits;
+    }
+
+    /// What was offered since all were told to move is answered.
+    fn note_moved(&self) {
+        if let (Some((view, at)), Some(session)) = (self.lost.offers.moved(), &self.session) {
+            session.pause(view, at);
+        }
+    }
+
+    /// Return the view of the job, as the controller of the moment counts.
+    pub(super) fn job_view(&self) -> u32 {
+        self.job_view.max(self.lost.job_view())
     }
 
     /// Tell the controller that its tree is not taken, and why; later calls say so too.
     fn decline(&mut self, device: Option<String>, why: &str) {
         if let Some(session) = &self.session {
-            session.decline(self.job_view, device, why);
+            session.decline(self.job_view(), device, why);
         }
-        self.situation.tree = Err(format!("the controller's tree was declined: {why}"));
-        self.forget_choices();
+        self.note_none(format!("the controller's tree was declined: {why}"));
+    }
+
+    /// There is no other tree. A rank that has one goes on with that.
+    fn note_none(&mut self, why: String) {
+        if self.tree.is_none() {
+            self.situation.tree = Err(why);
+            self.forget_choices();
+        }
     }
 
     /// Ask the controller for another tree and take a seat in it. `None` if there is none, which is no error.
     pub(super) fn find_tree(&mut self, (at, _): Deadline) -> Option<Found> {
         let (job, rank) = (self.config.job.clone(), self.config.rank);
+        let on = self.tree.as_ref().map_or("schedules", |_| "the tree from before");
         let none = |why: &dyn std::fmt::Display| -> Option<Found> {
-            tracing::warn!(job, rank, %why, "no other tree: schedules take over");
+            tracing::warn!(job, rank, %why, on, "no other tree");
             None
         };
         let now = Instant::now();
         let limit = now + REPLAN_LIMIT.min(at.saturating_duration_since(now) / 2);
-        let membership = match self.session.as_ref()?.replan(self.job_view, limit) {
+        let view = self.job_view();
+        let membership = match self.session.as_ref()?.replan(view, limit) {
             Ok(membership) => membership,
             Err(error) => return none(&error),
         };
-        self.job_view += 1;
+        self.job_view = view + 1;
         let Membership { tree, expression, table, .. } = membership;
         let place = match tree {
             Ok(place) => place,
             Err(why) => {
-                self.situation.tree = Err(why.clone());
-                self.forget_choices();
+                self.note_none(why.clone());
                 return none(&why);
             }
         };

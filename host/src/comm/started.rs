@@ -209,7 +209,7 @@ impl Core {
     }
 
     /// Note the end of a started operation in the tree, if it has come.
-    fn settle(&mut self, handle: u64) {
+    pub(super) fn settle(&mut self, handle: u64) {
         let Some(started) = self.started.get(&handle).filter(|started| started.finished.is_none()) else { return };
         if started.path == Path::Tree && started.tree_op.is_none_or(|op| op.0 < self.completed_below) {
             let (way, fallback, begun) = ((started.path, started.transfer), started.fallback.clone(), started.begun);

@@ -1,10 +1,13 @@
 //! A client's connection to a controller.
 
-use super::proto::{ClientReply, ClientRequest, JoinRefusal, JoinRequest, Membership, Over, QueuePlace, StatusReport};
+use super::proto::{
+    ClientReply, ClientRequest, JoinRefusal, JoinRequest, Membership, Over, QueuePlace, Resumption, StatusReport,
+};
+use super::watch::{Answer, Connection, Left, Watcher};
 use std::io::ErrorKind;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -56,6 +59,12 @@ pub enum ClientError {
         /// How long this one waited.
         waited: Duration,
     },
+    /// The controller that is there does not take this rank in, which goes on without one.
+    #[error("no controller stands behind the job any more: {refusal}")]
+    NotResumed {
+        /// What it said.
+        refusal: JoinRefusal,
+    },
     /// The controller ended while this rank waited for another tree.
     #[error("the controller is gone, and with it whoever could give another tree than that of view {view}")]
     Ended {
@@ -101,23 +110,25 @@ pub enum Notice {
     },
     /// The offer is off, or the controller gone.
     Withdrawn,
-    /// The controller has ended the connection, or is gone: nothing more comes.
+    /// The controller has ended the connection, or is gone: nothing more comes until it is back.
     ControllerLost,
+    /// A controller has taken the job over: what it says counts again.
+    ControllerBack {
+        /// The job's view from then on.
+        view: u32,
+    },
+    /// The controller that is there does not take this rank in: nothing more comes, and nobody is looked for any more.
+    NotResumed(JoinRefusal),
     /// The job's place in the queue for a tree has changed; `None`: it waits no more.
     Queued(Option<QueuePlace>),
 }
 
-/// The view that another tree was asked for, and that tree or why there is none.
-type Answer = (u32, Result<Box<Membership>, String>);
-
-/// The round, and who is left.
-type Left = (u32, Result<Vec<Rank>, String>);
-
-/// A rank's connection while it takes part in a job.
+/// A rank's connection while it takes part in a job. Where it ends, whoever is the controller at that address by then is
+/// told of the job, so that it goes on there ([`Notice::ControllerBack`]).
 #[derive(Debug)]
 pub struct Session {
-    stream: Arc<Mutex<TcpStream>>,
-    /// What the watcher read that somebody waits for; it ends with the connection.
+    connection: Arc<Mutex<Connection>>,
+    /// What the watcher read that somebody waits for, and that the connection has ended.
     answers: Mutex<Receiver<Answer>>,
     /// The view whose answer nobody waits for any more: a tree that comes with it is declined.
     given_up: Arc<Mutex<Option<u32>>>,
@@ -127,7 +138,7 @@ pub struct Session {
     is_over: Arc<AtomicBool>,
 }
 
-fn connect(addr: SocketAddr) -> Result<(TcpStream, FrameReader<TcpStream>), ClientError> {
+pub(super) fn connect(addr: SocketAddr) -> Result<(TcpStream, FrameReader<TcpStream>), ClientError> {
     let unreached = |source| ClientError::Connect { addr, source };
     let mut stream = TcpStream::connect_timeout(&addr, CONNECT_TIMEOUT).map_err(unreached)?;
     stream.set_nodelay(true).map_err(unreached)?;
@@ -181,6 +192,7 @@ impl Session {
         let (mut stream, mut reader) = connect(addr)?;
         let (job, world) = (request.job.clone(), request.world);
         let wait = Duration::from_millis(u64::from(request.terms.wait_ms));
+        let of_job = (request.clone(), devices.clone());
         let join =
             if devices.is_empty() { ClientRequest::Join(request) } else { ClientRequest::JoinOn { request, devices } };
         send(&mut stream, &join)?;
@@ -201,22 +213,32 @@ impl Session {
         };
         stream.set_read_timeout(None).map_err(StreamError::from)?;
         let ((to_replan, answers), (to_shrink, left)) = (channel(), channel());
-        let watcher = std::thread::Builder::new().name("controller".into());
-        let stream = Arc::new(Mutex::new(stream));
-        let answer = Arc::clone(&stream);
-        let is_over = Arc::new(AtomicBool::new(false));
-        let has_ended = Arc::clone(&is_over);
-        let given_up = Arc::new(Mutex::new(None));
-        let late = Arc::clone(&given_up);
-        let watch = move || {
-            watch(reader, &answer, &on_notice, &late, (&to_replan, &to_shrink));
-            if !has_ended.load(Ordering::Acquire) {
-                on_notice(Notice::ControllerLost);
-            }
+        let (request, devices) = of_job;
+        let known = Resumption {
+            request,
+            devices,
+            view: 0,
+            shrunk: 0,
+            mesh_token: membership.mesh_token,
+            expression: membership.expression.clone(),
         };
-        let watcher = Some(watcher.spawn(watch).map_err(StreamError::from)?);
+        let connection = Arc::new(Mutex::new(Connection::new(stream)));
+        let is_over = Arc::new(AtomicBool::new(false));
+        let given_up = Arc::new(Mutex::new(None));
+        let watcher = Watcher {
+            addr,
+            connection: Arc::clone(&connection),
+            is_over: Arc::clone(&is_over),
+            given_up: Arc::clone(&given_up),
+            answers: to_replan,
+            left: to_shrink,
+            known,
+            on_notice,
+        };
+        let thread = std::thread::Builder::new().name("controller".into());
+        let watcher = Some(thread.spawn(move || watcher.watch(reader)).map_err(StreamError::from)?);
         let (answers, left) = (Mutex::new(answers), Mutex::new(left));
-        let session = Self { stream, answers, given_up, left, watcher, is_over };
+        let session = Self { connection, answers, given_up, left, watcher, is_over };
         Ok((session, membership))
     }
 
@@ -243,23 +265,30 @@ impl Session {
     /// # Errors
     /// [`ClientError::NotReplanned`] if the job is at another view or a rank of it is gone,
     /// [`ClientError::ReplanTimeout`], or, at once, [`ClientError::Ended`] or [`ClientError::Stream`] if the controller
-    /// is gone.
+    /// is gone, [`ClientError::NotResumed`] if the next one does not take this rank in.
     pub fn replan(&self, view: u32, deadline: Instant) -> Result<Membership, ClientError> {
         let asked = Instant::now();
         let answers = self.answers.lock().unwrap_or_else(PoisonError::into_inner);
+        // That a connection before this one has ended.
+        while answers.try_recv().is_ok() {}
+        *self.given_up.lock().unwrap_or_else(PoisonError::into_inner) = None;
         self.send(&ClientRequest::Replan { view })?;
         loop {
             match answers.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-                Ok((other, _)) if other != view => {}
-                Ok((_, Ok(membership))) => return Ok(*membership),
-                Ok((_, Err(reason))) => return Err(ClientError::NotReplanned { view, reason }),
+                Ok(Some((other, _))) if other != view => {}
+                Ok(Some((_, Ok(membership)))) => return Ok(*membership),
+                Ok(Some((_, Err(reason)))) => return Err(ClientError::NotReplanned { view, reason }),
                 Err(RecvTimeoutError::Timeout) => break,
-                Err(RecvTimeoutError::Disconnected) => return Err(ClientError::Ended { view }),
+                Ok(None) | Err(RecvTimeoutError::Disconnected) => return Err(ClientError::Ended { view }),
             }
         }
         // From here on the watcher declines what comes; what came until now is there.
         *self.given_up.lock().unwrap_or_else(PoisonError::into_inner) = Some(view);
-        match answers.try_iter().find(|(other, _)| *other == view) {
+        if let Err(error) = self.send(&ClientRequest::Forgo { view }) {
+            // The next one does not know that this rank has asked.
+            tracing::debug!(%error, view, "controller can't be told that nobody waits any more");
+        }
+        match answers.try_iter().flatten().find(|(other, _)| *other == view) {
             Some((_, Ok(membership))) => Ok(*membership),
             Some((_, Err(reason))) => Err(ClientError::NotReplanned { view, reason }),
             None => Err(ClientError::ReplanTimeout { view, waited: asked.elapsed() }),
@@ -271,19 +300,20 @@ impl Session {
     ///
     /// # Errors
     /// [`ClientError::NoSurvivors`] if the job has not begun, or not all have asked in time; at once
-    /// [`ClientError::Stream`] if the controller is gone.
+    /// [`ClientError::Stream`] if the controller is gone, [`ClientError::NotResumed`] if the next one does not take this
+    /// rank in.
     pub fn survivors(&self, deadline: Instant) -> Result<(u32, Vec<Rank>), ClientError> {
         let left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
         // An answer to what was given up stands for ranks that have gone on without this one.
         while left.try_recv().is_ok() {}
         self.send(&ClientRequest::Survivors)?;
         match left.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            Ok((round, Ok(ranks))) => Ok((round, ranks)),
-            Ok((_, Err(reason))) => Err(ClientError::NoSurvivors { reason }),
+            Ok(Some((round, Ok(ranks)))) => Ok((round, ranks)),
+            Ok(Some((_, Err(reason)))) => Err(ClientError::NoSurvivors { reason }),
             Err(RecvTimeoutError::Timeout) => {
                 Err(ClientError::NoSurvivors { reason: "not all of them have asked within the time".into() })
             }
-            Err(RecvTimeoutError::Disconnected) => Err(StreamError::Closed.into()),
+            Ok(None) | Err(RecvTimeoutError::Disconnected) => Err(StreamError::Closed.into()),
         }
     }
 
@@ -297,77 +327,33 @@ impl Session {
         }
     }
 
-    fn send(&self, request: &ClientRequest) -> Result<(), StreamError> {
-        send(&mut *self.stream.lock().unwrap_or_else(PoisonError::into_inner), request)
+    /// Answer an offer later than at once: this rank begins no call from `at` on before it hears more.
+    pub fn pause(&self, view: u32, at: u64) {
+        if let Err(error) = self.send(&ClientRequest::Pause { view, at }) {
+            // The offer is off then.
+            tracing::debug!(%error, view, "controller can't be answered");
+        }
+    }
+
+    fn send(&self, request: &ClientRequest) -> Result<(), ClientError> {
+        self.connection.lock().unwrap_or_else(PoisonError::into_inner).send(request)
     }
 
     /// Tell the controller that this rank is done.
     pub fn leave(self) {
-        // A controller that is gone has nothing to release.
-        let _ = self.send(&ClientRequest::Leave);
+        // A controller that is gone has nothing to release; one that waits for the other ranks is to know.
+        let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = send(&mut connection.stream, &ClientRequest::Leave);
     }
-}
-
-/// Hand on what the controller says, until the connection ends.
-fn watch(
-    mut reader: FrameReader<TcpStream>,
-    stream: &Mutex<TcpStream>,
-    on_notice: &impl Fn(Notice) -> Option<ClientRequest>,
-    given_up: &Mutex<Option<u32>>,
-    (answers, left): (&Sender<Answer>, &Sender<Left>),
-) {
-    let say = |request: &ClientRequest| {
-        if let Err(error) = send(&mut *stream.lock().unwrap_or_else(PoisonError::into_inner), request) {
-            tracing::debug!(%error, "controller can't be answered");
-        }
-    };
-    while let Ok(reply) = reader.recv() {
-        let notice = match reply {
-            ClientReply::RankLost(rank) => Notice::RankLost(rank),
-            ClientReply::Over(over) => Notice::Over(over),
-            ClientReply::Repair { view } => Notice::Repair { view },
-            ClientReply::Offer { view } => Notice::Offer { view },
-            ClientReply::MoveAt { view, call } => Notice::MoveAt { view, call },
-            ClientReply::Withdrawn => Notice::Withdrawn,
-            ClientReply::Queued(place) => Notice::Queued(place),
-            // The receivers live as long as the session, which outlives this.
-            ClientReply::Replanned { view, membership } => {
-                on_notice(Notice::Queued(membership.queue));
-                let given_up = given_up.lock().unwrap_or_else(PoisonError::into_inner);
-                if *given_up == Some(view.wrapping_sub(1)) {
-                    if membership.tree.is_ok() {
-                        say(&ClientRequest::Decline { view, device: None, why: "it came too late for a rank".into() });
-                    }
-                    continue;
-                }
-                let _ = answers.send((view.wrapping_sub(1), Ok(membership)));
-                continue;
-            }
-            ClientReply::NotReplanned { view, reason } => {
-                let _ = answers.send((view, Err(reason)));
-                continue;
-            }
-            ClientReply::Survivors { round, ranks } => {
-                let _ = left.send((round, ranks));
-                continue;
-            }
-            _ => continue,
-        };
-        if let Some(answer) = on_notice(notice) {
-            say(&answer);
-        }
-    }
-    // Nobody says where to move any more, and there is no queue.
-    on_notice(Notice::Withdrawn);
-    on_notice(Notice::Queued(None));
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
         self.is_over.store(true, Ordering::Release);
         // Ends the watcher's read; what was sent before still arrives. Fails only if the peer was faster.
-        let _ = self.stream.lock().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Both);
+        let _ = self.connection.lock().unwrap_or_else(PoisonError::into_inner).stream.shutdown(Shutdown::Both);
         if let Some(watcher) = self.watcher.take() {
+            watcher.thread().unpark();
             let _ = watcher.join();
         }
     }

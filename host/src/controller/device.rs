@@ -132,6 +132,11 @@ impl DeviceSession {
         calls.waiting.clear();
     }
 
+    /// End the connection: the device dials again.
+    pub(super) fn hang_up(&self) {
+        self.lock().line.hang_up();
+    }
+
     /// Tell whether nothing more has to be waited for.
     #[cfg(feature = "snapshot")]
     pub(super) fn is_answered(&self, asked: &Asked) -> bool {

@@ -39,6 +39,7 @@ mod shape;
 mod state;
 #[cfg(test)]
 mod tests;
+mod watch;
 
 pub use books::{Quota, Quotas};
 pub use client::{ClientError, Notice, Session, status};
@@ -250,6 +251,7 @@ impl Drop for Controller {
                 tracing::debug!(device = device.name(), %error, "not released");
             }
         }
+        self.shared.lock().devices.values().for_each(|device| device.hang_up());
         // Wakes the accepting thread; if it can't be reached it has ended already.
         let _ = TcpStream::connect(self.addr);
         for thread in self.threads.drain(..) {

@@ -1,18 +1,23 @@
 //! What ranks and a controller say to each other, in the frames of [`sumac_hal::ctrl`].
 
-use super::books::Quota;
+mod refusal;
+mod status;
+mod terms;
+
+pub use refusal::JoinRefusal;
+pub use status::{DeviceStatus, FabricStatus, JobStatus, JobTree, StatusReport, TenantStatus};
+pub use terms::{Attach, BadTenant, DEFAULT_TENANT, MAX_TENANT_LEN, Terms, UnknownAttach, check_tenant};
+
 use crate::choice::{CostTable, TreeFacts};
 use crate::endpoint::EndpointConfig;
 use crate::plan::Child;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::SocketAddr;
-use std::str::FromStr;
-use sumac_hal::ctrl::{Bus, DeviceCapabilities, Name, Order, SharedLink, Stats, TimersConfig};
+use sumac_hal::ctrl::{Bus, Name, Order, SharedLink, TimersConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank};
 use sumac_hal::op::OpDesc;
 use sumac_hal::port::Addr;
-use thiserror::Error;
 
 /// What a client asks.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -65,6 +70,31 @@ pub enum ClientRequest {
     },
     /// The job is over for this rank, and for all others that hear of it, by this. The first of a job counts.
     Over(Over),
+    /// Go on as this rank of a job that an earlier life of the controller has begun. Answered by Resumed when all its
+    /// ranks have asked, or when those that have not count as lost; or by Refused.
+    Resume(Box<Resumption>),
+    /// This rank waits no more for the answer to Replan. When for some seconds no rank does, the job counts as without a tree.
+    Forgo {
+        /// The view whose tree is lost.
+        view: u32,
+    },
+}
+
+/// What a rank knows of its job, for a controller that does not.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Resumption {
+    /// As it joined.
+    pub request: JoinRequest,
+    /// The devices that the job is pinned to; empty where the controller plans.
+    pub devices: Vec<String>,
+    /// The job's view as this rank heard it last.
+    pub view: u32,
+    /// How often it was told who is left.
+    pub shrunk: u32,
+    /// What the job's connections between ranks say first.
+    pub mesh_token: u64,
+    /// What a declared order means, as on joining.
+    pub expression: Vec<Vec<Child>>,
 }
 
 /// What ends a job at all its ranks though none has died: those that come to it late can't hear of it from ranks that
@@ -113,52 +143,6 @@ pub struct JoinRequest {
     pub terms: Terms,
 }
 
-/// On whose account a job runs, and what it does while there is no tree for it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Terms {
-    /// The tenant: see [`check_tenant`].
-    pub tenant: String,
-    /// How long joining waits for a tree that others hold, in milliseconds.
-    pub wait_ms: u32,
-    /// Whether the ranks take a tree that is offered later.
-    pub moves: bool,
-}
-
-impl Default for Terms {
-    /// [`DEFAULT_TENANT`], which does not wait and does not move.
-    fn default() -> Self {
-        Self { tenant: DEFAULT_TENANT.to_owned(), wait_ms: 0, moves: false }
-    }
-}
-
-/// The tenant of jobs that name none.
-pub const DEFAULT_TENANT: &str = "default";
-
-/// The longest name of a tenant in bytes.
-pub const MAX_TENANT_LEN: usize = 64;
-
-/// Check a tenant's name.
-///
-/// # Errors
-/// [`BadTenant`] if it is empty, longer than [`MAX_TENANT_LEN`], or of other characters than letters, digits, `.`, `_` and `-`.
-pub fn check_tenant(name: &str) -> Result<(), BadTenant> {
-    let is_plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
-    if (1..=MAX_TENANT_LEN).contains(&name.len()) && is_plain {
-        return Ok(());
-    }
-    Err(BadTenant { len: name.len(), begin: name.chars().take(MAX_TENANT_LEN).collect() })
-}
-
-/// A name that no tenant can have.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
-#[error("{begin:?} ({len} bytes) is no tenant; a name has 1 to {MAX_TENANT_LEN} letters, digits, `.`, `_` or `-`")]
-pub struct BadTenant {
-    /// Its length in bytes.
-    pub len: usize,
-    /// How it begins.
-    pub begin: String,
-}
-
 /// A job's place among those that wait for a tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QueuePlace {
@@ -171,60 +155,6 @@ pub struct QueuePlace {
 impl fmt::Display for QueuePlace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "number {} of {} in the queue for a tree", self.position, self.of)
-    }
-}
-
-/// How a rank reaches its leaf device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum Attach {
-    /// By shared memory if the leaf is on the same machine and has a bus, else by packets.
-    #[default]
-    Auto,
-    /// By packets, which carry the data.
-    Udp,
-    /// By shared memory, which the device's engine reads and writes; or there is no tree, for that reason.
-    Shm,
-    /// By packets over RDMA verbs, to a device that receives them so; or there is no tree, for that reason.
-    Verbs,
-}
-
-impl Attach {
-    /// Every way.
-    pub const ALL: [Self; 4] = [Self::Auto, Self::Udp, Self::Shm, Self::Verbs];
-
-    /// Return its name on the command line.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Udp => "udp",
-            Self::Shm => "shm",
-            Self::Verbs => "verbs",
-        }
-    }
-
-    /// Whether a rank may contribute by reference, over memory that it shares with its leaf.
-    pub const fn may_share_memory(self) -> bool {
-        matches!(self, Self::Auto | Self::Shm)
-    }
-}
-
-impl fmt::Display for Attach {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-/// A name that is no way to reach a leaf.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("{0:?} is no way to attach; known are {known}", known = Attach::ALL.map(Attach::name).join(", "))]
-pub struct UnknownAttach(String);
-
-impl FromStr for Attach {
-    type Err = UnknownAttach;
-
-    fn from_str(text: &str) -> Result<Self, UnknownAttach> {
-        Self::ALL.into_iter().find(|attach| attach.name() == text).ok_or_else(|| UnknownAttach(text.to_owned()))
     }
 }
 
@@ -286,58 +216,10 @@ pub enum ClientReply {
     Withdrawn,
     /// By itself: the job's place in the queue has changed; `None`: it waits no more.
     Queued(Option<QueuePlace>),
-}
-
-/// Why a rank can't join.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
-#[non_exhaustive]
-pub enum JoinRefusal {
-    /// Not a rank of the world.
-    #[error("{rank} of {world}: ranks are numbered from 0, and there is at least one")]
-    Rank {
-        /// The rank.
-        rank: Rank,
-        /// The world's size.
-        world: u32,
-    },
-    /// The rank is there already.
-    #[error("{rank} of job {job:?} is there already")]
-    Taken {
-        /// The rank.
-        rank: Rank,
-        /// The job.
-        job: String,
-    },
-    /// Ranks disagree on what the job is.
-    #[error("ranks of job {job:?} disagree on {what}: {first} here, {other} at {rank}")]
-    Disagree {
-        /// The job.
-        job: String,
-        /// What they disagree on.
-        what: String,
-        /// The first rank's.
-        first: String,
-        /// The other's.
-        other: String,
-        /// The other.
-        rank: Rank,
-    },
-    /// The tenant has no proper name.
-    #[error(transparent)]
-    Tenant(#[from] BadTenant),
-    /// A job of that name runs.
-    #[error("job {job:?} is running; take another name")]
-    Running {
-        /// The job.
-        job: String,
-    },
-    /// A rank died before the job was complete.
-    #[error("{rank} of job {job:?} is gone before the job was complete")]
-    Gone {
-        /// The rank.
-        rank: Rank,
-        /// The job.
-        job: String,
+    /// To Resume: the job goes on with this controller.
+    Resumed {
+        /// In this view, which no controller before has spoken of.
+        view: u32,
     },
 }
 
@@ -419,96 +301,4 @@ impl TreeMembership {
             salt: u32::from_le_bytes(salt) ^ self.key as u32,
         }
     }
-}
-
-/// The state of the controller's world.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct StatusReport {
-    /// Switches, hosts and aggregation nodes of the fabric, if one was given.
-    pub fabric: Option<FabricStatus>,
-    /// The devices that are connected, by name.
-    pub devices: Vec<DeviceStatus>,
-    /// The jobs, by name.
-    pub jobs: Vec<JobStatus>,
-    /// The tenants that have jobs or a quota, by name.
-    pub tenants: Vec<TenantStatus>,
-}
-
-/// One tenant: what its groups hold, and what they may.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TenantStatus {
-    /// Its name.
-    pub name: String,
-    /// Groups.
-    pub groups: u64,
-    /// Slots, in each shard of the device where it has the most.
-    pub slots: u64,
-    /// Memory for slots and redo slots, in each shard of the device where it has the most, in bytes.
-    pub memory_bytes: u64,
-    /// Its quota.
-    pub quota: Quota,
-}
-
-/// The size of a fabric.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FabricStatus {
-    /// Switches.
-    pub switches: u32,
-    /// Hosts.
-    pub hosts: u32,
-    /// Aggregation nodes.
-    pub aggregation_nodes: u32,
-}
-
-/// One device.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct DeviceStatus {
-    /// Its name.
-    pub name: String,
-    /// Whether the fabric has an aggregation node of that name.
-    pub in_fabric: bool,
-    /// Where it receives packets.
-    pub data_addrs: Vec<Addr>,
-    /// What it can do.
-    pub capabilities: DeviceCapabilities,
-    /// How ranks on its own machine contribute by reference; `None` if they can't.
-    pub bus: Option<Bus>,
-    /// What it says of itself, or why it does not.
-    pub stats: Result<Stats, String>,
-}
-
-/// One job.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct JobStatus {
-    /// Its name.
-    pub name: String,
-    /// Whose it is.
-    pub tenant: String,
-    /// Ranks that are there.
-    pub joined: u32,
-    /// Ranks that it has.
-    pub world: u32,
-    /// Whether it is complete.
-    pub running: bool,
-    /// How often it was placed anew since it began.
-    pub view: u32,
-    /// The group and its devices, root first, or why there is none; `None` before the job is complete.
-    pub tree: Option<Result<JobTree, String>>,
-    /// Its place among those that wait for a tree.
-    pub queue: Option<QueuePlace>,
-    /// Whether a tree is offered to it, or about to be made for it.
-    pub is_offered: bool,
-}
-
-/// A job's tree.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct JobTree {
-    /// The group.
-    pub group: GroupId,
-    /// Node levels.
-    pub levels: u32,
-    /// The devices, root first.
-    pub devices: Vec<String>,
-    /// How many of the ranks contribute by reference; the others by packets.
-    pub by_reference: u32,
 }

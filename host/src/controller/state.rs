@@ -9,6 +9,7 @@ mod offer;
 mod place;
 mod repair;
 mod report;
+mod resume;
 mod serve;
 mod wait;
 
@@ -30,6 +31,7 @@ use super::proto::{ClientReply, JoinRefusal, JoinRequest, Membership, QueuePlace
 use super::queue::Queue;
 use crate::coll::tree::Tree;
 use crate::plan::Child;
+use resume::Resuming;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
@@ -45,6 +47,11 @@ pub(super) struct Client {
 impl Client {
     pub(super) fn new(line: Box<dyn Line>) -> Self {
         Self { line: Mutex::new(line) }
+    }
+
+    /// End the connection, which its reader notices.
+    fn hang_up(&self) {
+        self.line.lock().unwrap_or_else(PoisonError::into_inner).hang_up();
     }
 
     /// Tell it; a client that can't be told is hung up on, which its reader notices.
@@ -80,6 +87,9 @@ struct Job {
     is_over: bool,
     /// The ranks that wait for another tree than this view's.
     waiting: BTreeSet<Rank>,
+    /// Those of them that wait no more, and from when on the wishes are void if no other rank does.
+    forgone: BTreeSet<Rank>,
+    forgone_until: Option<Instant>,
     /// The devices of the last tree that was lost: they are not asked for the next one. One that restarts is another.
     lost: Vec<Arc<DeviceSession>>,
     /// While a tree is offered to a job without one: from which call on each rank waits.
@@ -118,6 +128,8 @@ impl Job {
             suspected: false,
             is_over: false,
             waiting: BTreeSet::new(),
+            forgone: BTreeSet::new(),
+            forgone_until: None,
             lost: Vec::new(),
             offer: None,
             shrinking: BTreeSet::new(),
@@ -195,6 +207,8 @@ impl Job {
 pub(super) struct State {
     pub(super) devices: Devices,
     jobs: BTreeMap<String, Job>,
+    /// Those from before this controller whose ranks come back.
+    resuming: BTreeMap<resume::Key, Resuming>,
     books: Books,
     queue: Queue,
     next_view: NextView,
@@ -244,6 +258,7 @@ impl State {
         Self {
             devices: BTreeMap::new(),
             jobs: BTreeMap::new(),
+            resuming: BTreeMap::new(),
             books: Books::new(config.quotas.clone()),
             queue: Queue::default(),
             next_view: NextView::at(started_ms),
@@ -308,6 +323,9 @@ impl State {
             return Err(JoinRefusal::Rank { rank, world });
         }
         let token = self.entropy.number([self.next_view.0, self.jobs.len() as u64]);
+        if self.resuming.keys().any(|(other, _)| *other == name) {
+            return Err(JoinRefusal::Running { job: name });
+        }
         let job = self.jobs.entry(name.clone()).or_insert_with(|| Job::new(world, token));
         if job.placement.is_some() || job.members.len() == job.world as usize {
             return Err(JoinRefusal::Running { job: name });
@@ -332,10 +350,9 @@ impl State {
         client: &Arc<Client>,
         clean: bool,
     ) {
-        let Some(job) = self.jobs.get_mut(name) else { return };
-        if !job.has(rank, client) {
-            return;
-        }
+        let Some(job) = self.jobs.get_mut(name).filter(|job| job.has(rank, client)) else {
+            return self.depart_early(config, (name, rank), client, clean);
+        };
         job.members.remove(&rank);
         // A tree is for all ranks: none is made for the others.
         job.placing = None;

@@ -5,6 +5,7 @@ mod links;
 mod offers;
 mod quotas;
 mod replan;
+mod resume;
 
 use super::line::Line;
 use super::proto::{Attach, JoinRequest, Membership, Terms, TreeMembership};

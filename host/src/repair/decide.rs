@@ -18,6 +18,19 @@ pub(crate) struct Account {
     pub(crate) open: u64,
     /// Where this rank takes connections for the pieces of this attempt's plan.
     pub(crate) address: SocketAddr,
+    /// How many trees it has got over or moved from: what it has is of the one after.
+    pub(crate) trees: u32,
+}
+
+/// Return what ranks have of the last tree that any of them has moved to. Who has not moved there yet has posted nothing in
+/// it, and of the one before all have everything: they move when that is so, at a call that none has begun.
+pub(crate) fn of_last_tree(accounts: &BTreeMap<Rank, Account>) -> (u32, BTreeMap<Rank, Account>) {
+    let last = accounts.values().map(|account| account.trees).max().unwrap_or(0);
+    let moved = |account: &Account| match account {
+        account if account.trees == last => account.clone(),
+        account => Account { ledger: Ledger::new(0), calls: Vec::new(), ..account.clone() },
+    };
+    (last, accounts.iter().map(|(&rank, account)| (rank, moved(account))).collect())
 }
 
 /// What becomes of the operations.
@@ -60,7 +73,7 @@ mod tests {
                 let has = Class { needs: first == 1, holds: first == 0, gives: first == 1 };
                 ledger.push(OpEntry { first, end: first + 1, desc, moves: true }, first, |_| has);
             }
-            Account { ledger, calls: vec![(1, 3), (2, 5)], open, address: ([127, 0, 0, 1], 1).into() }
+            Account { ledger, calls: vec![(1, 3), (2, 5)], open, address: ([127, 0, 0, 1], 1).into(), trees: 0 }
         };
         let of = |open: [u64; 2]| decide(&(0..).map(Rank).zip(open.map(account)).collect(), 3).1;
         assert_eq!(of([6, 6]), Decision { cut: 1, operation: 5, failure: None });

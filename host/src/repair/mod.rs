@@ -29,7 +29,7 @@ mod tests;
 mod view;
 
 pub(crate) use ballot::{Authority, Ballot, Dead, Message, Outcome};
-pub(crate) use decide::{Account, Decision, decide};
+pub(crate) use decide::{Account, Decision, decide, of_last_tree};
 pub(crate) use ledger::Ledger;
 #[cfg(test)]
 pub(crate) use plan::plan;

@@ -262,7 +262,7 @@ impl State {
         }
         job.view += 1;
         (job.suspected, job.is_moving, job.offer) = (false, false, None);
-        job.waiting.clear();
+        job.forget_wishes();
         let view = job.view;
         job.tell_places(config, place, |membership| ClientReply::Replanned { view, membership });
     }
@@ -356,13 +356,7 @@ impl State {
 
     /// All ranks want another tree than the one that they have, or had.
     pub(super) fn move_on(&mut self, config: &ControllerConfig, name: &str) -> Option<Draft> {
-        let job = self.jobs.get_mut(name)?;
-        // A view without a tree has lost none: what was lost before it still is.
-        if let Some(Ok(placement)) = job.placement.take_if(|placed| placed.is_ok()) {
-            job.placement = Some(Err("its tree is lost".into()));
-            job.lost = placement.nodes.iter().map(|node| node.device.clone()).collect();
-            self.release(&placement);
-        }
+        self.give_up_tree(name);
         let draft = self.seek(config, name);
         self.pump(config);
         draft
@@ -376,10 +370,14 @@ impl State {
         devices.filter_map(|device| placement.release_on(&device).map(|asked| (device, asked))).collect()
     }
 
-    /// The controller ends: free everything. Returns what devices have yet to answer.
+    /// The controller ends: free everything, and hang up on all ranks. Returns what devices have yet to answer.
     pub(in crate::controller) fn release_all(&mut self) -> Vec<(Arc<DeviceSession>, Asked)> {
         self.queue = Queue::default();
-        let placed = std::mem::take(&mut self.jobs).into_values().filter_map(|job| job.placement?.ok());
+        let (jobs, resuming) = (std::mem::take(&mut self.jobs), std::mem::take(&mut self.resuming));
+        // Ranks look for the next controller from here on.
+        let all = jobs.values().chain(resuming.values().map(|resuming| &resuming.job));
+        all.flat_map(|job| job.members.values()).for_each(|member| member.client.hang_up());
+        let placed = jobs.into_values().filter_map(|job| job.placement?.ok());
         let released: Vec<_> = placed.flat_map(|placement| self.release(&placement)).collect();
         released
     }

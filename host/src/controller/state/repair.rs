@@ -21,7 +21,11 @@ use crate::controller::device::DeviceSession;
 use crate::controller::proto::{ClientReply, Over};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
+
+/// How long ranks may come to ask for another tree after one that has asked waits no more.
+const LATE_LIMIT: Duration = Duration::from_secs(6);
 
 /// Devices by name.
 type Devices = BTreeMap<String, Arc<DeviceSession>>;
@@ -96,7 +100,55 @@ impl State {
             return Ok(None);
         }
         job.waiting.insert(*rank);
+        job.forgone.remove(rank);
         Ok((job.waiting.len() == job.world as usize).then_some(name.as_str()))
+    }
+
+    /// A rank waits no more for another tree than that of a view. Its wish stands, for others that have yet to ask.
+    pub(in crate::controller) fn forgo(&mut self, place: Option<&(String, Rank)>, client: &Arc<Client>, view: u32) {
+        let Some((name, rank)) = place else { return };
+        let Some(job) = self.jobs.get_mut(name).filter(|job| job.has(*rank, client) && job.view == view) else {
+            return;
+        };
+        if job.placing.is_none() && job.waiting.contains(rank) {
+            job.forgone.insert(*rank);
+            job.forgone_until = Some(self.now + LATE_LIMIT);
+            self.wake.notify_all();
+        }
+    }
+
+    /// Forget wishes for another tree that nobody waits for any more: the ranks have gone on without, and hear of the next
+    /// one by an offer. Returns when the next is due.
+    pub(super) fn expire_forgone(&mut self, config: &ControllerConfig) -> Option<Instant> {
+        let now = self.now;
+        let due: Vec<String> = {
+            let is_due = |job: &Job| job.forgone_until.is_some_and(|until| until <= now);
+            self.jobs.iter().filter(|(_, job)| is_due(job)).map(|(name, _)| name.clone()).collect()
+        };
+        for name in &due {
+            let Some(job) = self.jobs.get_mut(name) else { continue };
+            job.forgone_until = None;
+            if job.placing.is_some() || !job.waiting.is_subset(&job.forgone) {
+                continue;
+            }
+            tracing::warn!(job = name, view = job.view, "not all its ranks have asked for another tree");
+            job.forget_wishes();
+            (job.suspected, job.is_moving) = (false, false);
+            self.give_up_tree(name);
+            self.offer_soon(config, name);
+        }
+        self.jobs.values().filter_map(|job| job.forgone_until).min()
+    }
+
+    /// Its ranks have lost a job's tree.
+    pub(super) fn give_up_tree(&mut self, name: &str) {
+        let Some(job) = self.jobs.get_mut(name) else { return };
+        // A view without a tree has lost none: what was lost before it still is.
+        if let Some(Ok(placement)) = job.placement.take_if(|placed| placed.is_ok()) {
+            job.placement = Some(Err("its tree is lost".into()));
+            job.lost = placement.nodes.iter().map(|node| node.device.clone()).collect();
+            self.release(&placement);
+        }
     }
 
     /// A rank wants to know who is left of its job.
@@ -137,6 +189,13 @@ impl State {
 }
 
 impl Job {
+    /// Nobody waits for another tree than this view's.
+    pub(super) fn forget_wishes(&mut self) {
+        self.waiting.clear();
+        self.forgone.clear();
+        self.forgone_until = None;
+    }
+
     /// Tell who is left who is left, if all of them have asked.
     pub(super) fn tell_survivors(&mut self) {
         if self.shrinking.is_empty() || self.shrinking.len() < self.members.len() {
@@ -152,7 +211,9 @@ impl Job {
     /// A rank is gone: those that wait for another tree get none.
     pub(super) fn refuse_waiting(&mut self, name: &str, gone: Rank) {
         let view = self.view;
-        for rank in std::mem::take(&mut self.waiting) {
+        let waiting = std::mem::take(&mut self.waiting);
+        self.forget_wishes();
+        for rank in waiting {
             if let Some(member) = self.members.get(&rank) {
                 member.client.send(&ClientReply::NotReplanned { view, reason: is_gone(name, gone) });
             }

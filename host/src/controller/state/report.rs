@@ -50,6 +50,9 @@ impl State {
             bus: session.announce.bus.clone(),
             stats: Err(String::new()),
         };
+        let resuming = self.resuming.iter().map(|((name, _), resuming)| (name, &resuming.job));
+        let mut jobs: Vec<_> = self.jobs.iter().chain(resuming).map(|(name, job)| self.report_job(name, job)).collect();
+        jobs.sort_by(|one, other| one.name.cmp(&other.name));
         let told = StatusReport {
             fabric: fabric.map(|fabric| FabricStatus {
                 switches: fabric.switches().len() as u32,
@@ -58,7 +61,7 @@ impl State {
                     as u32,
             }),
             devices: self.devices.values().map(device).collect(),
-            jobs: self.jobs.iter().map(|(name, job)| self.report_job(name, job)).collect(),
+            jobs,
             tenants: self.report_tenants(),
         };
         Report { told, devices: self.devices.values().cloned().collect() }

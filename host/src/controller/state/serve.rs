@@ -57,6 +57,17 @@ impl State {
                 self.survivors(place.as_ref(), client);
                 None
             }
+            ClientRequest::Forgo { view } => {
+                self.forgo(place.as_ref(), client, view);
+                None
+            }
+            ClientRequest::Resume(resumption) => {
+                match self.resume(config, *resumption, client) {
+                    Ok(resumed) => *place = Some(resumed),
+                    Err(refusal) => client.send(&ClientReply::Refused(refusal)),
+                }
+                None
+            }
         };
         draft.map_or(Served::Done, Served::Draft)
     }

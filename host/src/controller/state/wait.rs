@@ -125,10 +125,10 @@ impl State {
         }
     }
 
-    /// Give up what was held or waited for until now, devices included. Returns when the next is due.
+    /// Give up what was held or waited for until now, devices and ranks included. Returns when the next is due.
     pub(in crate::controller) fn expire_all(&mut self, config: &ControllerConfig) -> Option<Instant> {
-        let waits = self.expire_waits(config);
-        waits.into_iter().chain(self.expire_absent()).min()
+        let waits = self.expire_waits(config).into_iter().chain(self.expire_absent());
+        waits.chain(self.expire_resuming(config)).chain(self.expire_forgone(config)).min()
     }
 
     /// Give up what was held or waited for until now. Returns when the next is due.

@@ -23,14 +23,18 @@ impl Raw {
     }
 
     pub(super) fn join_with(controller: &Controller, request: JoinRequest, devices: &[&str]) -> Self {
+        let mut raw = Self::dial(controller);
+        let devices = devices.iter().map(|&device| device.to_owned()).collect();
+        raw.say(ClientRequest::JoinOn { request, devices });
+        raw
+    }
+
+    pub(super) fn dial(controller: &Controller) -> Self {
         let mut stream = TcpStream::connect(controller.local_addr()).expect("a controller");
         stream.set_read_timeout(Some(SOON)).expect("a socket");
         let reader = FrameReader::new(stream.try_clone().expect("a file"));
         send(&mut stream, &Greeting::Client).expect("it listens");
-        let mut raw = Self { stream, reader };
-        let devices = devices.iter().map(|&device| device.to_owned()).collect();
-        raw.say(ClientRequest::JoinOn { request, devices });
-        raw
+        Self { stream, reader }
     }
 
     pub(super) fn say(&mut self, request: ClientRequest) {

@@ -1,0 +1,88 @@
+//! A controller that ends under a running job, and another that takes the job over.
+
+mod common;
+
+use common::{Cluster, by_packets, plain};
+use std::sync::Mutex;
+use std::thread;
+use std::time::{Duration, Instant};
+use sumac::choice::CostTable;
+use sumac::controller::{Controller, ControllerConfig, status};
+use sumac::{Communicator, JoinConfig, Path, ReduceOp};
+
+const SOON: Duration = Duration::from_secs(30);
+
+fn by_tree() -> ControllerConfig {
+    let table = CostTable::EMULATED.with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
+    ControllerConfig { table, ..ControllerConfig::new() }
+}
+
+fn add(comm: &Communicator, op: u64) -> Path {
+    let mut buffer: Vec<u64> = (0..3000).map(|i| op * i + u64::from(comm.rank())).collect();
+    let outcome = comm.all_reduce(&mut buffer, ReduceOp::Sum).expect("a sum");
+    assert!((0..).zip(&buffer).all(|(i, &x)| x == 3 * op * i + 3), "operation {op}");
+    outcome.path
+}
+
+/// Do operations until one goes by the tree; all ranks see it at the same one.
+fn until_tree(comm: &Communicator, op: &mut u64) {
+    let give_up = Instant::now() + SOON;
+    loop {
+        assert!(Instant::now() < give_up, "rank {}: no operation in the tree", comm.rank());
+        *op += 1;
+        if add(comm, *op) == Path::Tree {
+            return;
+        }
+    }
+}
+
+#[test]
+fn a_job_goes_on_while_its_controller_is_away_and_has_a_tree_of_the_next_one() {
+    for configure in [by_packets as fn(&mut JoinConfig), plain] {
+        is_taken_over_twice(configure);
+    }
+}
+
+fn is_taken_over_twice(configure: fn(&mut JoinConfig)) {
+    let cluster = Cluster::spare(2, by_tree());
+    let addr = cluster.controller.local_addr();
+    let Cluster { controller, boards } = cluster;
+    let controller = Mutex::new(Some(controller));
+    let ranks = &|number| {
+        let mut config = JoinConfig::new(addr, "job", number, 3);
+        configure(&mut config);
+        let comm = Communicator::join(config).expect("join");
+        let mut op = 0;
+        until_tree(&comm, &mut op);
+        for _ in 0..2 {
+            comm.barrier().expect("all are there");
+            if number == 0 {
+                drop(controller.lock().expect("nobody panicked").take());
+            }
+            comm.barrier().expect("all are there");
+            for _ in 0..20 {
+                op += 1;
+                add(&comm, op);
+            }
+            comm.barrier().expect("all are there");
+            if number == 0 {
+                let config = ControllerConfig { listen: addr, ..by_tree() };
+                *controller.lock().expect("nobody panicked") = Some(Controller::start(config).expect("its port"));
+            }
+            until_tree(&comm, &mut op);
+        }
+        if number == 0 {
+            let report = status(addr).expect("a report");
+            let job = &report.jobs[0];
+            assert_eq!((job.name.as_str(), job.joined, job.world, job.running), ("job", 3, 3, true));
+            assert!(job.tree.as_ref().is_some_and(Result::is_ok), "{:?}", job.tree);
+        }
+        comm.barrier().expect("all are there");
+        comm.leave();
+    };
+    thread::scope(|scope| {
+        let ranks: Vec<_> = (0..3).map(|number| scope.spawn(move || ranks(number))).collect();
+        ranks.into_iter().for_each(|rank| rank.join().expect("a rank panicked"));
+    });
+    drop(boards);
+}
