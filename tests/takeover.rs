@@ -3,12 +3,16 @@
 mod common;
 
 use common::{Cluster, by_packets, plain};
+use std::net::TcpListener;
 use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 use sumac::choice::CostTable;
+use sumac::comm::ControllerState;
+use sumac::controller::proto::{ClientReply, ClientRequest, JoinRefusal};
 use sumac::controller::{Controller, ControllerConfig, status};
 use sumac::{Communicator, JoinConfig, Path, ReduceOp};
+use sumac_hal::ctrl::{FrameReader, Greeting, send};
 
 const SOON: Duration = Duration::from_secs(30);
 
@@ -77,6 +81,68 @@ fn is_taken_over_twice(configure: fn(&mut JoinConfig)) {
             assert_eq!((job.name.as_str(), job.joined, job.world, job.running), ("job", 3, 3, true));
             assert!(job.tree.as_ref().is_some_and(Result::is_ok), "{:?}", job.tree);
         }
+        comm.barrier().expect("all are there");
+        comm.leave();
+    };
+    thread::scope(|scope| {
+        let ranks: Vec<_> = (0..3).map(|number| scope.spawn(move || ranks(number))).collect();
+        ranks.into_iter().for_each(|rank| rank.join().expect("a rank panicked"));
+    });
+    drop(boards);
+}
+
+/// A controller that takes nobody in: each of three ranks is refused once. The device may dial as well.
+fn refuse_all(listener: &TcpListener) {
+    let mut refused = 0;
+    while refused < 3 {
+        let (mut stream, _) = listener.accept().expect("somebody dials");
+        let mut reader = FrameReader::new(stream.try_clone().expect("a file"));
+        if !matches!(reader.recv(), Ok(Greeting::Client)) {
+            continue;
+        }
+        let Ok(ClientRequest::Resume(known)) = reader.recv() else { panic!("a rank of before") };
+        let refusal = JoinRefusal::Running { job: known.request.job };
+        send(&mut stream, &ClientReply::Refused(refusal)).expect("it listens");
+        refused += 1;
+    }
+}
+
+/// They say so, do not ask again, and go on.
+#[test]
+fn ranks_that_the_next_controller_refuses_go_on_without_one() {
+    let cluster = Cluster::spare(1, by_tree());
+    let addr = cluster.controller.local_addr();
+    let Cluster { controller, boards } = cluster;
+    let controller = Mutex::new(Some(controller));
+    let ranks = &|number| {
+        let mut config = JoinConfig::new(addr, "job", number, 3);
+        by_packets(&mut config);
+        let comm = Communicator::join(config).expect("join");
+        assert_eq!(comm.controller(), ControllerState::Present);
+        add(&comm, 1);
+        comm.barrier().expect("all are there");
+        if number == 0 {
+            drop(controller.lock().expect("nobody panicked").take());
+            let listener = TcpListener::bind(addr).expect("its port");
+            refuse_all(&listener);
+        }
+        let mut op = 1;
+        let reason = loop {
+            op += 1;
+            add(&comm, op);
+            let told = [u64::from(matches!(comm.controller(), ControllerState::Refused { .. }))];
+            let mut all = told;
+            comm.all_reduce(&mut all, ReduceOp::Min).expect("a minimum");
+            if let (1, ControllerState::Refused { reason }) = (all[0], comm.controller()) {
+                break reason;
+            }
+        };
+        assert!(reason.contains("job \"job\" is running"), "{reason}");
+        for nth in 0..20 {
+            add(&comm, op + nth);
+        }
+        let error = comm.shrink().expect_err("nobody says who is left").to_string();
+        assert!(error.contains("no controller stands behind the job any more: job \"job\" is running"), "{error}");
         comm.barrier().expect("all are there");
         comm.leave();
     };

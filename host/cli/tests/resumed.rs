@@ -144,10 +144,15 @@ fn add(comm: &Communicator, round: u64) -> Result<Outcome, Error> {
     Ok(outcome)
 }
 
-/// Do rounds until all ranks are to stop.
+/// Do rounds until all ranks are to stop. Around the operation that is counted, another is under way, so that a job moves
+/// also between its start and its end.
 fn work(comm: &Communicator, progress: &Progress) {
     for round in 0.. {
+        let ones = vec![round + u64::from(comm.rank()); LEN / 4];
+        let started = comm.start_all_reduce(ones, ReduceOp::Max).expect("a start");
         let outcome = add(comm, round).expect("a sum");
+        let (maxima, _) = started.wait().expect("a maximum");
+        assert!(maxima.iter().all(|&max| max == round + u64::from(RANKS) - 1), "round {round} is wrong");
         let mut stops = [u64::from(progress.stops.load(Ordering::SeqCst))];
         let told = comm.all_reduce(&mut stops, ReduceOp::Max).expect("a maximum");
         if comm.rank() == 0 {
@@ -257,6 +262,7 @@ fn a_job_that_rested_without_a_controller_for_longer_than_a_lease_gets_another_t
         under_a_job(&mut place, "job", attach, |place, progress| {
             progress.rests.store(true, Ordering::SeqCst);
             place.kill_controller();
+            // That it is over nobody says.
             thread::sleep(Duration::from_secs(2 * LEASE_S));
             progress.rests.store(false, Ordering::SeqCst);
             progress.wait_for("no round", |progress| &progress.rounds, 3);

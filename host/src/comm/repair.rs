@@ -216,6 +216,9 @@ impl Core {
     fn move_to(&mut self, offered: u32, deadline: Deadline) -> Result<(), Error> {
         self.run_started(deadline)?;
         self.end_started_in_tree(deadline)?;
+        // What becomes of the tree from here on is nothing to them.
+        let handles: Vec<u64> = self.started.keys().copied().collect();
+        handles.into_iter().for_each(|handle| self.settle(handle));
         let (view, before) = (self.view, self.lost.tree_wakers());
         let is_offered = self.job_view() <= offered && !self.lost.offers.is_cut_off();
         self.job_view = self.job_view.max(offered);
@@ -254,14 +257,11 @@ impl Core {
     /// Nothing of the tree is needed any more: its group ends by itself, as nobody renews it.
     fn leave_tree(&mut self) {
         let Some(mut tree) = self.tree.take() else { return };
-        let handles: Vec<u64> = self.started.keys().copied().collect();
-        handles.into_iter().for_each(|handle| self.settle(handle));
-        let completed_below = OpId(self.completed_below);
-        self.relaunch(completed_below);
         tree.retire();
         let stats = tree.stats();
         self.past_bytes += stats.bytes_out;
         self.past_retransmits += stats.retransmits;
+        self.relaunch(OpId(self.completed_below));
     }
 
     /// What was offered since all were told to move is answered.

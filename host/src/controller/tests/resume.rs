@@ -232,6 +232,30 @@ fn a_resumed_job_counts_against_the_quota_of_its_tenant() {
     drop(second);
 }
 
+/// It goes on in the tree from before, and waits for its turn.
+#[test]
+fn a_resumed_job_waits_for_what_others_have_got_before_it_came() {
+    let quotas = Quotas { other: Quota { groups: Some(1), ..Quota::default() }, ..Quotas::default() };
+    let controller = Controller::start(ControllerConfig { quotas, ..ControllerConfig::new() }).expect("a port");
+    let _device = Device::start(&controller, "leaf0", None, None);
+    let first = join(&controller, "first", &[(Attach::Udp, None); 2]);
+    assert_eq!(of(&first[0].1).leaf, "leaf0");
+    let mut ranks: Vec<Raw> = (0..WORLD).map(|rank| resume(&controller, resumption(rank))).collect();
+    for rank in &mut ranks {
+        assert!(matches!(rank.hear_all(), ClientReply::Resumed { view: 4 }));
+        let told = rank.hear_all();
+        assert!(matches!(told, ClientReply::Queued(Some(place)) if (place.position, place.of) == (1, 1)), "{told:?}");
+    }
+    let job = ranks[0].report().jobs.into_iter().find(|job| job.name == "job").expect("it is known");
+    assert!(job.running && !job.is_offered && job.queue.is_some(), "{job:?}");
+    assert!(job.tree.is_some_and(|tree| tree.is_err_and(|why| why.contains("from before this controller"))));
+    first.into_iter().for_each(|(session, _)| session.leave());
+    for rank in &mut ranks {
+        while !matches!(rank.hear_all(), ClientReply::Offer { view: 4 }) {}
+    }
+    assert!(replan(&mut ranks, 4).iter().all(|membership| of(membership).leaf == "leaf0"));
+}
+
 /// Start one at an address that another has just left.
 fn start_again(listen: SocketAddr) -> Controller {
     Controller::start(ControllerConfig { listen, ..ControllerConfig::new() }).expect("the port of before")
