@@ -156,6 +156,17 @@ fn a_killed_controller_is_missed_by_no_operation_and_is_back_for_the_next_row() 
     assert_eq!(lines_with(&output, "the controller killed in").len(), 4, "{}", stderr(&output));
 }
 
+/// Nothing is lost: what was under way goes on, and the tree from before serves until all move to the next one's.
+#[test]
+fn a_controller_that_is_killed_and_started_again_knows_the_job() {
+    let output = faulted("-b 8 -e 1M -f 131072 -n 40 -w 2 --algo tree,hd -v --fault restart-controller");
+    let rows = rows(&output);
+    assert!(rows.len() == 4 && rows.iter().all(|row| row["repaired"] == false), "{rows:?}");
+    assert!(rows.iter().all(|row| row["path"] == row["algo"]), "{rows:?}");
+    let told = lines_with(&output, "the controller killed and started again, which knew the job after ");
+    assert_eq!(told.len(), 4, "{}", stderr(&output));
+}
+
 #[test]
 fn a_killed_rank_is_named_by_all_others() {
     let output = faulted("-b 1M -e 8M -f 8 -n 6 -w 2 --algo tree --fault kill-rank");

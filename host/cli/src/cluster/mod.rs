@@ -19,7 +19,8 @@ pub(crate) use bind::Parts;
 pub(crate) use given::{GivenDevice, places};
 pub(crate) use process::{die_with_supervisor, supervised};
 pub(crate) use start::{
-    ClusterConfig, LISTENING, Preference, READY, START_LIMIT, Started, start, start_controller, start_device,
+    ClusterConfig, LISTENING, Preference, READY, START_LIMIT, Started, spawn_controller, start, start_controller,
+    start_device,
 };
 
 use crate::exit::Failure;

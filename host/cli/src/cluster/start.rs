@@ -107,6 +107,22 @@ pub(crate) fn start_controller(
     config: &ClusterConfig<'_>,
     listen: SocketAddr,
 ) -> Result<(ChildId, SocketAddr), ClusterError> {
+    let controller = spawn_controller(supervisor, config, listen)?;
+    let (id, line) = supervisor.next_line(Limit::new(START_LIMIT), controller, "listen")?;
+    let addr = line.strip_prefix(LISTENING).filter(|_| id == controller).and_then(|addr| addr.parse().ok());
+    let addr = addr.ok_or_else(|| unexpected(supervisor, id, line, "`listening ADDRESS`"))?;
+    Ok((controller, addr))
+}
+
+/// The same without waiting: it prints [`LISTENING`] and its address when it listens.
+///
+/// # Errors
+/// [`ClusterError::System`] if it can't be started.
+pub(crate) fn spawn_controller(
+    supervisor: &mut Supervisor,
+    config: &ClusterConfig<'_>,
+    listen: SocketAddr,
+) -> Result<ChildId, ClusterError> {
     let (topology, stdin) = match &config.layout.source {
         Source::File(path) => (path.to_string_lossy().into_owned(), Vec::new()),
         Source::Toml(text) => ("-".to_owned(), text.clone().into_bytes()),
@@ -118,11 +134,7 @@ pub(crate) fn start_controller(
         Preference::Tree => Some("--prefer-tree".into()),
     };
     let args: Vec<String> = own.into_iter().chain(preference).collect();
-    let controller = supervisor.spawn("the controller", &args, stdin)?;
-    let (id, line) = supervisor.next_line(Limit::new(START_LIMIT), controller, "listen")?;
-    let addr = line.strip_prefix(LISTENING).filter(|_| id == controller).and_then(|addr| addr.parse().ok());
-    let addr = addr.ok_or_else(|| unexpected(supervisor, id, line, "`listening ADDRESS`"))?;
-    Ok((controller, addr))
+    supervisor.spawn("the controller", &args, stdin)
 }
 
 /// Start the layout's device of an index, which prints [`READY`] when the controller knows it.

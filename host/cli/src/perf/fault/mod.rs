@@ -15,8 +15,8 @@ use super::output::Output;
 use super::relay::Link;
 use super::{JOIN_LIMIT, JobOf, Reports, case_limit, joined, measured, start_ranks};
 use crate::cluster::{
-    self, ChildId, ClusterConfig, Limit, Preference, READY, START_LIMIT, Started, Supervisor, start_controller,
-    start_device,
+    self, ChildId, ClusterConfig, LISTENING, Limit, Preference, READY, START_LIMIT, Started, Supervisor,
+    spawn_controller, start_controller, start_device,
 };
 use crate::exit::Failure;
 use crate::job::{Case, Measured, Report};
@@ -27,7 +27,7 @@ use anyhow::{Context, anyhow};
 use clap::ValueEnum;
 use std::hash::{BuildHasher, RandomState};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use sumac::controller::status;
 
 /// How often to look whether all devices have found a controller that was started again.
@@ -45,6 +45,8 @@ pub(crate) enum Fault {
     CutLink,
     /// Kill the controller, and start it again on the same port before the next row
     KillController,
+    /// The same, and start it again at once; the row says when it knew the job again, by what the ranks told it
+    RestartController,
     /// Kill the last rank: the others can't go on, and the run ends with what they say and exit status 1
     KillRank,
 }
@@ -100,6 +102,9 @@ impl Patient<'_> {
     fn mend(&mut self) -> Result<(), Failure> {
         if !std::mem::take(&mut self.is_hurt) {
             return Ok(());
+        }
+        if self.fault == Fault::RestartController {
+            return self.wait_for_devices();
         }
         if self.fault == Fault::KillController {
             let listen = self.started.addr;
@@ -163,7 +168,7 @@ impl Patient<'_> {
         };
         // Choosing the moment is all that this is for.
         thread::sleep(Duration::from_nanos(moment.at_ns.saturating_sub(now_ns())));
-        let what = self.hurt(&ranks, &mut reports)?;
+        let what = self.hurt((&format!("perf{nth}"), &ranks), &mut reports)?;
         ranks.iter().for_each(|&rank| self.supervisor.say(rank, b"done\n".into()));
         let told = format!("{what} {}", moment.within(case, announced, self.args.iterations));
         if self.fault == Fault::KillRank {
@@ -179,7 +184,7 @@ impl Patient<'_> {
     }
 
     /// Do it, and say what was done.
-    fn hurt(&mut self, ranks: &[ChildId], reports: &mut Reports) -> Result<String, Failure> {
+    fn hurt(&mut self, (job, ranks): (&str, &[ChildId]), reports: &mut Reports) -> Result<String, Failure> {
         let (leaf, supervisor) = (self.started.devices[self.leaf], &mut self.supervisor);
         let name = supervisor.name(leaf).to_owned();
         match self.fault {
@@ -191,13 +196,7 @@ impl Patient<'_> {
             Fault::RestartDevice => {
                 supervisor.kill(leaf)?;
                 let device = self.start_leaf()?;
-                let limit = Limit::new(START_LIMIT);
-                loop {
-                    match self.supervisor.next_line(limit, device, "register with the controller")? {
-                        (id, line) if id == device && line.starts_with(READY) => break,
-                        (id, line) => reports.take(&mut self.supervisor, id, line)?,
-                    }
-                }
+                self.wait_for_line((device, READY), "register with the controller", reports)?;
                 Ok(format!("{name} killed and started again"))
             }
             Fault::CutLink => {
@@ -212,12 +211,55 @@ impl Patient<'_> {
                 self.is_hurt = true;
                 Ok("the controller killed".into())
             }
+            Fault::RestartController => {
+                supervisor.kill(self.started.controller)?;
+                self.is_hurt = true;
+                let after = self.restart_controller(job, reports)?;
+                Ok(format!("the controller killed and started again, which knew the job after {after:.1?},"))
+            }
             Fault::KillRank => {
                 ranks.iter().for_each(|&rank| supervisor.may_fail(rank));
                 let Some(&last) = ranks.last() else { return Ok("nobody killed".into()) };
                 supervisor.kill(last)?;
                 Ok(format!("{} killed", supervisor.name(last)))
             }
+        }
+    }
+
+    /// Wait until a child says so, and keep what ranks report meanwhile.
+    fn wait_for_line(
+        &mut self,
+        (child, begin): (ChildId, &str),
+        what: &'static str,
+        reports: &mut Reports,
+    ) -> Result<(), Failure> {
+        let limit = Limit::new(START_LIMIT);
+        loop {
+            match self.supervisor.next_line(limit, child, what)? {
+                (id, line) if id == child && line.starts_with(begin) => return Ok(()),
+                (id, line) => reports.take(&mut self.supervisor, id, line)?,
+            }
+        }
+    }
+
+    /// Start the controller again, and wait until all ranks of the job have come back to it. Returns how long that took.
+    fn restart_controller(&mut self, job: &str, reports: &mut Reports) -> Result<Duration, Failure> {
+        let (began, limit) = (Instant::now(), Limit::new(START_LIMIT));
+        let controller = spawn_controller(&mut self.supervisor, &self.config, self.started.addr)?;
+        self.started.controller = controller;
+        self.wait_for_line((controller, LISTENING), "listen", reports)?;
+        loop {
+            let report = status(self.started.addr).map_err(Failure::run)?;
+            if report.jobs.iter().any(|known| known.name == job && known.running && known.joined == known.world) {
+                return Ok(began.elapsed());
+            }
+            self.supervisor.check()?;
+            if limit.is_over() {
+                let seconds = START_LIMIT.as_secs();
+                let why = anyhow!("{job} is not known to the controller that was started again within {seconds} s");
+                return Err(Failure::Run(why));
+            }
+            thread::sleep(LOOK_EVERY);
         }
     }
 
