@@ -6,14 +6,15 @@
 mod common;
 
 use common::{Server, serve};
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use sumac::comm::ControllerState;
-use sumac::controller::proto::{Attach, JobStatus, StatusReport};
+use sumac::controller::proto::{Attach, ClientReply, ClientRequest, JobStatus, StatusReport};
 use sumac::controller::status;
 use sumac::{Communicator, Error, JoinConfig, Outcome, Path, ReduceOp};
+use sumac_hal::ctrl::{FrameReader, Greeting, send};
 
 /// More than anything here takes.
 const LONG: Duration = Duration::from_secs(30);
@@ -335,4 +336,57 @@ fn a_rank_that_dies_without_a_controller_is_lost_to_the_next_one_too() {
         ranks.into_iter().for_each(|rank| rank.join().expect("a rank panicked"));
     });
     place.wait_until_free(1);
+}
+
+/// A controller that takes a job over, offers it a tree, and is gone when it has told `told` of the ranks where to move.
+fn tell_some_and_die(addr: SocketAddr, told: &[u32]) {
+    let listener = TcpListener::bind(addr).expect("its port");
+    let mut ranks: Vec<(u32, TcpStream, FrameReader<TcpStream>)> = Vec::new();
+    let mut last_view = 0;
+    while ranks.len() < RANKS as usize {
+        let (stream, _) = listener.accept().expect("somebody dials");
+        let mut reader = FrameReader::new(stream.try_clone().expect("a file"));
+        // Devices dial as well, and are left alone.
+        if let Ok(Greeting::Client) = reader.recv() {
+            let Ok(ClientRequest::Resume(known)) = reader.recv() else { panic!("a rank of before") };
+            last_view = last_view.max(known.view);
+            ranks.push((known.request.rank.0, stream, reader));
+        }
+    }
+    let view = last_view + 1;
+    for (_, stream, _) in &mut ranks {
+        send(stream, &ClientReply::Resumed { view }).expect("it listens");
+        send(stream, &ClientReply::Offer { view }).expect("it listens");
+    }
+    let promised = ranks.iter_mut().map(|(_, _, reader)| {
+        loop {
+            if let ClientRequest::Pause { at, .. } = reader.recv().expect("it answers") {
+                break at;
+            }
+        }
+    });
+    let call = promised.max().expect("there are ranks");
+    for (_, stream, _) in ranks.iter_mut().filter(|(rank, ..)| told.contains(rank)) {
+        send(stream, &ClientReply::MoveAt { view, call }).expect("it listens");
+    }
+}
+
+/// None of them goes where others do not follow, and none waits for those that do not come.
+#[test]
+fn a_controller_that_dies_when_it_has_told_some_ranks_where_to_move_parts_nobody() {
+    for (told, attach) in
+        [(&[][..], Attach::Shm), (&[0], Attach::Udp), (&[1, 2], Attach::Shm), (&[0, 1, 2], Attach::Udp)]
+    {
+        let mut place = Place::start();
+        let _device = place.device("one");
+        under_a_job(&mut place, "job", attach, |place, progress| {
+            place.kill_controller();
+            tell_some_and_die(place.addr, told);
+            progress.wait_for("no round", |progress| &progress.rounds, 20);
+            place.start_controller();
+            place.wait_for_tree("job", RANKS);
+            progress.wait_for("no round in the tree", |progress| &progress.in_tree, 3);
+        });
+        place.wait_until_free(1);
+    }
 }

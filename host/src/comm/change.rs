@@ -71,6 +71,8 @@ struct Talks {
     found: Option<Found>,
     /// Which tree the ranks of the last plan have lost.
     trees: u32,
+    /// What they have found out about an offer, by its view.
+    settled: Option<(u32, Option<u64>)>,
 }
 
 /// A clock that begins with the change.
@@ -258,7 +260,7 @@ impl Core {
         };
         let (clock, own) = (Clock(Instant::now()), (Rank(self.config.rank), self.config.world));
         let view = View::new(own, Dead::new(), self.lost.has_controller(), clock.at(deadline.0));
-        let mut talks = Talks { view, clock, inbox, bound: None, found: None, trees: self.view };
+        let mut talks = Talks { view, clock, inbox, bound: None, found: None, trees: self.view, settled: None };
         self.hear_of_deaths(&mut talks.view);
         if !talks.inbox.has_mail() {
             talks.view.begin();
@@ -318,13 +320,16 @@ impl Core {
                     None => self.bind(ballot)?,
                 };
                 let address = talks.bound.insert(bound).2;
-                talks.view.promise(ballot, account(left, address, self.view));
+                let offered = self.lost.offers.offered();
+                talks.view.promise(ballot, Account { offered, ..account(left, address, self.view) });
                 Ok(None)
             }
             Event::Run { ballot, accounts } => {
                 talks.found = None;
                 let (trees, accounts) = repair::of_last_tree(&accounts);
                 talks.trees = trees;
+                let own = accounts.get(&Rank(self.config.rank)).and_then(|account| account.offered);
+                talks.settled = own.and_then(|own| Some((own.view, repair::settled(own, &accounts)?)));
                 let listener = talks.bound.take().map(|(_, listener, _)| listener);
                 let attempt = (ballot, &accounts, listener);
                 match self.carry_out(left, attempt, (talks.view.dead(), &talks.inbox), deadline) {
@@ -349,6 +354,8 @@ impl Core {
                 if let Some(parley) = &self.parley {
                     parley.settle(dead.clone(), Message::Commit { outcome: commit, dead });
                 }
+                let offered = talks.settled.and_then(|(view, call)| self.lost.offers.settle(view, call));
+                self.answer_offer(offered);
                 let found = talks.found.take().filter(|found| found.group == outcome.word);
                 Ok(Some(Settled { outcome, found, trees: talks.trees }))
             }
@@ -459,7 +466,7 @@ fn account(left: &Left<'_, '_, '_>, address: SocketAddr, trees: u32) -> Account 
     let ledger = remains.map_or_else(|| Ledger::new(0), |remains| repair::ledger(&left.landed.over(remains)));
     let in_flight = remains.into_iter().flat_map(|remains| remains.ops().in_flight());
     let calls = in_flight.filter_map(|op| Some((op.end(), *left.calls.get(&op.id)?))).collect();
-    Account { ledger, calls, open: left.open, address, trees }
+    Account { ledger, calls, open: left.open, address, trees, offered: None }
 }
 
 /// Ends the pieces of a plan that is not wanted any more.

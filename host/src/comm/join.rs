@@ -221,10 +221,7 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
             match other {
                 Notice::RankLost(rank) => watch.set(rank),
                 Notice::Over(over) => watch.over(over),
-                Notice::ControllerLost => {
-                    watch.offers.lose_controller();
-                    watch.controller_gone();
-                }
+                Notice::ControllerLost => watch.controller_gone(),
                 Notice::ControllerBack { view } => watch.controller_back(view),
                 Notice::NotResumed(refusal) => watch.refused(refusal.to_string()),
                 Notice::Repair { view } => watch.repair(view),

@@ -262,9 +262,16 @@ impl Lost {
         self.serve_aside();
     }
 
-    /// Nobody says any more who is lost.
+    /// Nobody says any more who is lost, nor where to move: where it may have said that to some, all ranks find out.
     pub(super) fn controller_gone(&self) {
+        let in_doubt = self.offers.lose_controller();
         self.set_controller(ControllerState::Away);
+        let inbox = self.wakers().inbox.clone();
+        match inbox.filter(|_| in_doubt) {
+            Some(inbox) => self.call(inbox.epoch()),
+            None if in_doubt => self.offers.alone(),
+            None => {}
+        }
     }
 
     /// A controller has taken the job over, in that view: who is lost is its word again.

@@ -14,11 +14,14 @@
 //! Invariants:
 //! - A call begins only below `limit`. The caller counts itself and then looks at the limit; who sets a limit closes it
 //!   first and then looks at the count. In one order of all these accesses one of both sees the other.
-//! - What was promised is taken back by the controller's word alone, by its end, or by a later view. An offer may come
-//!   before this rank has gone over to the view that it is of: the others, who have, count on the answer.
+//! - What was promised is taken back by the controller's word alone, or by a later view. An offer may come before this rank
+//!   has gone over to the view that it is of: the others, who have, count on the answer. Where the controller is gone before
+//!   it has said where to move, it may have said so to others: the promise holds until all ranks know of each other what
+//!   they were told, when they change the view.
 //! - All ranks that were told where to move meet there, whatever has happened since: some are there already, and wait.
 //!   That there is no tree for them any more they find out together.
 
+use crate::repair::Offered;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -38,6 +41,8 @@ pub(super) enum Turn {
     Move(u32),
     /// It was not said in time where to move.
     TooLate,
+    /// It is not known whether others move, and the view changes, which settles that: ask again then.
+    InDoubt,
 }
 
 /// Where a communicator is among its calls, and where it is to move.
@@ -57,12 +62,23 @@ pub(super) struct Offers {
 /// A move that all ranks make.
 #[derive(Debug, Default)]
 struct Appointment {
-    /// From when this rank was told the call until it has moved, or has seen there that nobody can.
-    is_made: bool,
+    /// The call, from when this rank was told it until it has moved, or has seen there that nobody can.
+    call: Option<u64>,
     /// The controller that has said so is gone: nobody has a tree for them.
     is_cut_off: bool,
+    /// It is gone, and others may have been told the call.
+    in_doubt: bool,
     /// What was offered meanwhile.
     next: Option<u32>,
+}
+
+impl Appointment {
+    const NONE: Self = Self { call: None, is_cut_off: false, in_doubt: false, next: None };
+
+    /// Whether it has to come about, or to be settled, before the next offer counts.
+    const fn is_binding(&self) -> bool {
+        self.call.is_some() || self.in_doubt
+    }
 }
 
 /// Held by whoever changes where to move.
@@ -70,21 +86,20 @@ type Change<'o> = MutexGuard<'o, Appointment>;
 
 impl Offers {
     pub(super) const fn new() -> Self {
-        let none = Appointment { is_made: false, is_cut_off: false, next: None };
         Self {
             begun: AtomicU64::new(0),
             limit: AtomicU64::new(OPEN),
             move_at: AtomicU64::new(OPEN),
             view: AtomicU32::new(0),
-            changed: (Mutex::new(none), Condvar::new()),
+            changed: (Mutex::new(Appointment::NONE), Condvar::new()),
         }
     }
 
     /// The controller offers a tree. Returns from which call on this rank waits for more; `None` if it says so later, by
-    /// [`Offers::moved`].
+    /// [`Offers::moved`] or [`Offers::settle`].
     pub(super) fn offer(&self, view: u32) -> Option<u64> {
         let mut change = self.lock();
-        if change.is_made {
+        if change.is_binding() {
             change.next = Some(view);
             return None;
         }
@@ -102,31 +117,51 @@ impl Offers {
 
     /// All ranks move at this call, if they still mean the same offer.
     pub(super) fn move_at(&self, view: u32, call: u64) {
-        let mut change = self.lock();
-        let is_promised = self.limit.load(Ordering::Relaxed) != OPEN;
-        if is_promised && !change.is_made && self.view.load(Ordering::Relaxed) == view {
-            change.is_made = true;
-            self.move_at.store(call, Ordering::Release);
-            self.set_limit(call, change);
+        let change = self.lock();
+        if self.is_promised() && !change.is_binding() && self.view.load(Ordering::Relaxed) == view {
+            self.appoint(call, change);
         }
+    }
+
+    fn appoint(&self, call: u64, mut change: Change<'_>) {
+        change.call = Some(call);
+        self.move_at.store(call, Ordering::Release);
+        self.set_limit(call, change);
+    }
+
+    /// Whether calls are limited, by the lock's holder.
+    fn is_promised(&self) -> bool {
+        self.limit.load(Ordering::Relaxed) != OPEN
     }
 
     /// This rank has moved, or has seen that it can't. Returns what was offered meanwhile: its view, and from which call on
     /// this rank waits.
     pub(super) fn moved(&self) -> Option<(u32, u64)> {
-        let mut change = self.lock();
-        let Appointment { next, .. } = std::mem::take(&mut *change);
-        next.map(|view| (view, self.promise(view, change)))
+        self.go_on(self.lock())
     }
 
-    /// The controller is gone. Where it has said where to move, all ranks have heard it, and some may have moved.
-    pub(super) fn lose_controller(&self) {
-        let mut change = self.lock();
-        if change.is_made {
-            (change.is_cut_off, change.next) = (true, None);
-        } else {
-            self.end(change);
+    fn go_on(&self, mut change: Change<'_>) -> Option<(u32, u64)> {
+        match std::mem::take(&mut *change).next {
+            Some(view) => Some((view, self.promise(view, change))),
+            None => {
+                self.end(change);
+                None
+            }
         }
+    }
+
+    /// The controller is gone. Where it has told this rank the call, it may have told others, who may have moved. True if
+    /// it has told this rank none: the others are to be asked, by a change of the view.
+    pub(super) fn lose_controller(&self) -> bool {
+        let mut change = self.lock();
+        (change.is_cut_off, change.next) = (change.call.is_some(), None);
+        change.in_doubt |= change.call.is_none() && self.is_promised();
+        change.in_doubt
+    }
+
+    /// There is no other rank that could have been told.
+    pub(super) fn alone(&self) {
+        _ = self.go_on(self.lock());
     }
 
     /// Tell whether the controller that said where to move is gone.
@@ -134,10 +169,34 @@ impl Offers {
         self.lock().is_cut_off
     }
 
+    /// Return what this rank has promised, and what it was told.
+    pub(super) fn offered(&self) -> Option<Offered> {
+        let change = self.lock();
+        let is_open = change.call.is_some() || self.is_promised();
+        let (view, call, in_doubt) = (self.view.load(Ordering::Relaxed), change.call, change.in_doubt);
+        is_open.then_some(Offered { view, call, in_doubt })
+    }
+
+    /// All ranks know now whether any was told a call for the offer of that view: they move there, or nobody does. Returns
+    /// what was offered meanwhile, as [`Offers::moved`] does.
+    pub(super) fn settle(&self, view: u32, call: Option<u64>) -> Option<(u32, u64)> {
+        let mut change = self.lock();
+        let is_open = change.call.is_some() || self.is_promised();
+        if !is_open || self.view.load(Ordering::Relaxed) != view {
+            return None;
+        }
+        let Some(call) = call else { return self.go_on(change) };
+        (change.is_cut_off, change.in_doubt) = (true, false);
+        if change.call.is_none() {
+            self.appoint(call, change);
+        }
+        None
+    }
+
     /// The controller takes an offer back.
     pub(super) fn withdraw(&self) {
         let mut change = self.lock();
-        if change.is_made {
+        if change.is_binding() {
             change.next = None;
         } else {
             self.end(change);
@@ -148,7 +207,7 @@ impl Offers {
     /// any rank another view, if it did.
     pub(super) fn outdate(&self, view: u32) {
         let change = self.lock();
-        if !change.is_made && self.view.load(Ordering::Relaxed) < view {
+        if !change.is_binding() && self.view.load(Ordering::Relaxed) < view {
             self.end(change);
         }
     }
@@ -161,14 +220,18 @@ impl Offers {
     /// The next call begins: returns what it has to do first. Waits, at most until `deadline`, where other ranks have not
     /// answered yet, or until `is_over`, at which the caller is woken by [`Offers::wake`].
     pub(super) fn begin(&self, deadline: Instant, is_over: impl Fn() -> bool) -> Turn {
-        let call = self.count();
+        self.begin_again(self.count(), deadline, is_over)
+    }
+
+    /// The same for a call that is counted, after [`Turn::InDoubt`].
+    pub(super) fn begin_again(&self, call: u64, deadline: Instant, is_over: impl Fn() -> bool) -> Turn {
         if call < self.limit.load(Ordering::SeqCst) {
             return Turn::Go;
         }
         let mut guard = self.lock();
         loop {
             if is_over() {
-                return Turn::Go;
+                return if guard.in_doubt { Turn::InDoubt } else { Turn::Go };
             }
             if let Some(turn) = self.turn(call, &guard) {
                 return turn;
@@ -304,7 +367,7 @@ mod tests {
         let at = offers.offer(2).expect("at once");
         offers.move_at(2, at);
         assert!(!offers.is_cut_off());
-        offers.lose_controller();
+        assert!(!offers.lose_controller());
         assert!(offers.is_cut_off());
         assert_eq!(offers.offer(5), None);
         // Nor does another view change what all have heard.
@@ -312,11 +375,41 @@ mod tests {
         (0..at).for_each(|_| assert_eq!(begin(), Turn::Go));
         assert_eq!(begin(), Turn::Move(2));
         assert_eq!(offers.moved(), Some((5, at + 1 + MARGIN)));
-        // One that is only offered is off.
-        offers.lose_controller();
-        assert!(!offers.is_cut_off());
-        (0..2 * MARGIN).for_each(|_| assert_eq!(begin(), Turn::Go));
-        assert_eq!(offers.moved(), None);
+    }
+
+    /// It may have told others where to move. They say so, or all go on.
+    #[test]
+    fn a_promise_outlives_its_controller_until_all_know_what_was_told() {
+        for told in [None, Some(20)] {
+            let offers = Offers::new();
+            let begin = |is_over| offers.begin(Instant::now(), || is_over);
+            assert!(!offers.lose_controller(), "there is none to be in doubt of");
+            let at = offers.offer(2).expect("at once");
+            assert!(offers.lose_controller());
+            assert_eq!(offers.offered(), Some(Offered { view: 2, call: None, in_doubt: true }));
+            (0..at).for_each(|_| assert_eq!(begin(false), Turn::Go));
+            assert_eq!(begin(false), Turn::TooLate);
+            assert_eq!(offers.begin_again(at, soon(), || true), Turn::InDoubt);
+            // Not by a later view, nor by the next controller.
+            offers.outdate(3);
+            assert_eq!(offers.offer(4), None);
+            offers.move_at(4, at);
+            assert_eq!(offers.settle(3, None), None);
+            assert_eq!(offers.begin_again(at, Instant::now(), || false), Turn::TooLate);
+            let after = offers.settle(2, told);
+            match told {
+                None => assert_eq!(
+                    (after, offers.begin_again(at, soon(), || false)),
+                    (Some((4, at + 1 + MARGIN)), Turn::Go)
+                ),
+                Some(call) => {
+                    assert_eq!((after, offers.is_cut_off()), (None, true));
+                    (at + 1..call).for_each(|_| assert_eq!(begin(false), Turn::Go));
+                    assert_eq!(begin(false), Turn::Move(2));
+                    assert_eq!(offers.moved(), Some((4, call + 1 + MARGIN)));
+                }
+            }
+        }
     }
 
     /// The others may not have asked it yet.

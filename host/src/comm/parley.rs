@@ -60,6 +60,11 @@ impl Inbox {
         self.desk.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Return the view.
+    pub(super) fn epoch(&self) -> u64 {
+        self.lock().epoch
+    }
+
     /// Let who waits look around.
     pub(super) fn wake(&self) {
         drop(self.lock());

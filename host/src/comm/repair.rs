@@ -194,17 +194,23 @@ impl Core {
     /// # Errors
     /// What the communicator ends with.
     pub(super) fn begin_call(&mut self, deadline: Deadline) -> Result<(), Error> {
-        let (lost, epoch) = (Arc::clone(&self.lost), self.epoch);
+        let lost = Arc::clone(&self.lost);
         let (at, waited) = deadline;
-        let is_over = || lost.is_unsettled(epoch) || lost.is_cancelled();
-        let turn = lost.offers.begin(at, is_over);
-        self.calling = Some(lost.offers.begun() - 1);
+        let is_over = |epoch| lost.is_unsettled(epoch) || lost.is_cancelled();
+        let mut turn = lost.offers.begin(at, || is_over(self.epoch));
+        let call = lost.offers.begun() - 1;
+        self.calling = Some(call);
+        while turn == Turn::InDoubt {
+            let cause = self.loss();
+            self.change_view(None, &cause, deadline)?;
+            turn = lost.offers.begin_again(call, at, || is_over(self.epoch));
+        }
         match turn {
-            Turn::Go => Ok(()),
+            Turn::Go | Turn::InDoubt => Ok(()),
             Turn::TooLate => Err(Error::Deadline { desc: OpDesc::barrier(), waited }),
             Turn::Move(view) => {
                 let moved = self.move_to(view, deadline).map_err(|error| self.after_loss(error, deadline));
-                self.note_moved();
+                self.answer_offer(self.lost.offers.moved());
                 moved
             }
         }
@@ -264,9 +270,9 @@ impl Core {
         self.relaunch(OpId(self.completed_below));
     }
 
-    /// What was offered since all were told to move is answered.
-    fn note_moved(&self) {
-        if let (Some((view, at)), Some(session)) = (self.lost.offers.moved(), &self.session) {
+    /// Answer what was offered while another move was due.
+    pub(super) fn answer_offer(&self, offered: Option<(u32, u64)>) {
+        if let (Some((view, at)), Some(session)) = (offered, &self.session) {
             session.pause(view, at);
         }
     }

@@ -20,6 +20,26 @@ pub(crate) struct Account {
     pub(crate) address: SocketAddr,
     /// How many trees it has got over or moved from: what it has is of the one after.
     pub(crate) trees: u32,
+    /// What it has promised a controller that has offered a tree.
+    pub(crate) offered: Option<Offered>,
+}
+
+/// A rank waits from some call on for a controller's word where all move to a tree.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Offered {
+    /// The view that the tree is for, which tells offers apart.
+    pub(crate) view: u32,
+    /// That word, if it has come.
+    pub(crate) call: Option<u64>,
+    /// The controller was gone before.
+    pub(crate) in_doubt: bool,
+}
+
+/// Return what becomes of an offer, the same at all ranks that have promised anything: where they move, if any of them was
+/// told, or that nobody does. `None` if no rank doubts it.
+pub(crate) fn settled(own: Offered, accounts: &BTreeMap<Rank, Account>) -> Option<Option<u64>> {
+    let same = || accounts.values().filter_map(|account| account.offered).filter(|other| other.view == own.view);
+    same().any(|other| other.in_doubt).then(|| same().find_map(|other| other.call))
 }
 
 /// Return what ranks have of the last tree that any of them has moved to. Who has not moved there yet has posted nothing in
@@ -73,7 +93,14 @@ mod tests {
                 let has = Class { needs: first == 1, holds: first == 0, gives: first == 1 };
                 ledger.push(OpEntry { first, end: first + 1, desc, moves: true }, first, |_| has);
             }
-            Account { ledger, calls: vec![(1, 3), (2, 5)], open, address: ([127, 0, 0, 1], 1).into(), trees: 0 }
+            Account {
+                ledger,
+                calls: vec![(1, 3), (2, 5)],
+                open,
+                address: ([127, 0, 0, 1], 1).into(),
+                trees: 0,
+                offered: None,
+            }
         };
         let of = |open: [u64; 2]| decide(&(0..).map(Rank).zip(open.map(account)).collect(), 3).1;
         assert_eq!(of([6, 6]), Decision { cut: 1, operation: 5, failure: None });

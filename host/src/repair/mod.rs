@@ -29,7 +29,7 @@ mod tests;
 mod view;
 
 pub(crate) use ballot::{Authority, Ballot, Dead, Message, Outcome};
-pub(crate) use decide::{Account, Decision, decide, of_last_tree};
+pub(crate) use decide::{Account, Decision, Offered, decide, of_last_tree, settled};
 pub(crate) use ledger::Ledger;
 #[cfg(test)]
 pub(crate) use plan::plan;

@@ -116,7 +116,7 @@ impl Promise {
     fn new(ledger: Ledger, calls: Vec<(u64, u64)>, open: u64) -> Self {
         // Nobody connects here.
         let address = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
-        Self(repair::Account { ledger, calls, open, address, trees: 0 })
+        Self(repair::Account { ledger, calls, open, address, trees: 0, offered: None })
     }
 }
 
