@@ -329,7 +329,8 @@ impl Core {
                 let (trees, accounts) = repair::of_last_tree(&accounts);
                 talks.trees = trees;
                 let own = accounts.get(&Rank(self.config.rank)).and_then(|account| account.offered);
-                talks.settled = own.and_then(|own| Some((own.view, repair::settled(own, &accounts)?)));
+                let all = accounts.values().filter_map(|account| account.offered);
+                talks.settled = own.and_then(|own| Some((own.view, repair::settled(own, all)?)));
                 let listener = talks.bound.take().map(|(_, listener, _)| listener);
                 let attempt = (ballot, &accounts, listener);
                 match self.carry_out(left, attempt, (talks.view.dead(), &talks.inbox), deadline) {

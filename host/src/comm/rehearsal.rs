@@ -2,6 +2,7 @@
 //! simulator whose ranks do not wait in threads.
 
 use super::offer::{Offers, Turn};
+use crate::repair::settled;
 
 /// What a call has to do before it begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,7 +30,7 @@ impl Calls {
         self.0.count()
     }
 
-    /// Return what that call has to do. Told to move, it has: the offer is over.
+    /// Return what that call has to do. Told to move, it does, and says when it has.
     pub fn begin(&self, call: u64) -> Begin {
         match self.0.turn_of(call) {
             Some(Turn::Go) => Begin::Go,
@@ -38,12 +39,10 @@ impl Calls {
         }
     }
 
-    /// The controller offers a tree. Returns from which call on this rank waits for more.
-    ///
-    /// # Panics
-    /// Never: nobody here says that the controller is gone.
-    pub fn offer(&self, view: u32) -> u64 {
-        self.0.offer(view).expect("no move outlives a controller here")
+    /// The controller offers a tree. Returns from which call on this rank waits for more; `None` if it says so later, by
+    /// [`Calls::moved`].
+    pub fn offer(&self, view: u32) -> Option<u64> {
+        self.0.offer(view)
     }
 
     /// All ranks move at this call.
@@ -51,9 +50,29 @@ impl Calls {
         self.0.move_at(view, call);
     }
 
-    /// Nobody moves.
+    /// The rank has moved, or has seen that it can't. Returns what was offered meanwhile: its view, and from which call on
+    /// this rank waits.
+    pub fn moved(&self) -> Option<(u32, u64)> {
+        self.0.moved()
+    }
+
+    /// Nobody moves, if nobody was told where.
     pub fn withdraw(&self) {
         self.0.withdraw();
+    }
+
+    /// The controller of all `ranks` of a job is gone, and they have found out of each other whether any of them was told
+    /// where to move: they do, or nobody does.
+    pub fn lose_controller(ranks: &[&Self]) {
+        ranks.iter().for_each(|rank| _ = rank.0.lose_controller());
+        let offered: Vec<_> = ranks.iter().map(|rank| rank.0.offered()).collect();
+        for (rank, own) in ranks.iter().zip(&offered) {
+            let Some(own) = own else { continue };
+            if let Some(call) = settled(*own, offered.iter().flatten().copied()) {
+                // Nobody offers anything.
+                _ = rank.0.settle(own.view, call);
+            }
+        }
     }
 
     /// The rank is at that view now: an offer of an earlier one is void.

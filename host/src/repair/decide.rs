@@ -37,9 +37,9 @@ pub(crate) struct Offered {
 
 /// Return what becomes of an offer, the same at all ranks that have promised anything: where they move, if any of them was
 /// told, or that nobody does. `None` if no rank doubts it.
-pub(crate) fn settled(own: Offered, accounts: &BTreeMap<Rank, Account>) -> Option<Option<u64>> {
-    let same = || accounts.values().filter_map(|account| account.offered).filter(|other| other.view == own.view);
-    same().any(|other| other.in_doubt).then(|| same().find_map(|other| other.call))
+pub(crate) fn settled(own: Offered, all: impl Iterator<Item = Offered> + Clone) -> Option<Option<u64>> {
+    let mut same = all.filter(|other| other.view == own.view);
+    same.clone().any(|other| other.in_doubt).then(|| same.find_map(|other| other.call))
 }
 
 /// Return what ranks have of the last tree that any of them has moved to. Who has not moved there yet has posted nothing in

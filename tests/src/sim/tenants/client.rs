@@ -71,9 +71,9 @@ impl World<'_, '_> {
                 self.freeze(at)?;
             }
             ClientReply::Offer { view } => {
-                let pause = ClientRequest::Pause { view, at: member.calls.offer(view) };
+                let pauses = member.calls.offer(view).map(|from| (view, from));
                 self.report.seen.note(Mark::Offered);
-                self.ask_controller(at, pause);
+                self.pause(at, pauses);
             }
             ClientReply::MoveAt { view, call } => member.calls.move_at(view, call),
             ClientReply::Withdrawn => member.calls.withdraw(),
@@ -109,11 +109,19 @@ impl World<'_, '_> {
     pub(super) fn move_to(&mut self, at: (usize, usize), view: u32) {
         let member = &mut self.jobs[at.0].ranks[at.1];
         if member.has_tree {
-            return;
+            let pauses = member.calls.moved();
+            return self.pause(at, pauses);
         }
         member.resumes = member.phase.clone();
         (member.view, member.moves) = (view, true);
         self.ask_for_tree(at);
+    }
+
+    /// Answer an offer, now or when an earlier one is through: the view, and the call from which on this rank waits.
+    pub(super) fn pause(&mut self, at: (usize, usize), offered: Option<(u32, u64)>) {
+        if let Some((view, from)) = offered {
+            self.ask_controller(at, ClientRequest::Pause { view, at: from });
+        }
     }
 
     /// Ask for another tree.

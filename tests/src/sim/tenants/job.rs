@@ -560,8 +560,10 @@ impl World<'_, '_> {
         // As `sumac::comm` does, whatever way it goes on by.
         member.calls.outdate(member.view);
         let (moved, resumes) = (std::mem::take(&mut member.moves), member.resumes.clone());
+        let offered = if moved { member.calls.moved() } else { None };
         let begins = moved || member.called > member.done;
         member.phase = if resumes == Phase::InTree { Phase::Thinks(now) } else { resumes };
+        self.pause(at, offered);
         self.install(at, found.filter(|_| all_alike));
         if begins {
             self.call(at)?;

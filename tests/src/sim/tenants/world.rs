@@ -14,6 +14,7 @@ use crate::sim::coverage::Mark;
 use crate::sim::options::Draw;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
+use sumac::comm::rehearsal::Calls;
 use sumac::controller::rehearsal::{Conn, Rehearsed, Sent};
 use sumac_hal::emu::{Fabric, NthPacket, RandomFaults, Script};
 use sumac_hal::port::Addr;
@@ -292,6 +293,10 @@ impl<'t, 'm> World<'t, 'm> {
         }
         self.letters.retain(|_, letter| !letter.is_on_wire());
         self.on_wire = 0;
+        for job in &self.jobs {
+            // What they find out by a change of the view, at once.
+            Calls::lose_controller(&job.ranks.iter().map(|rank| &rank.calls).collect::<Vec<_>>());
+        }
         self.watch.controller_gone();
         self.devices.iter_mut().for_each(|device| device.disturbed = true);
         self.schedule(self.now + len, Alarm::ControllerUp);
