@@ -199,8 +199,9 @@ FAULTS
   kill-device, restart-device and cut-link take rank 0's leaf device, or the link to it, out of the tree: the ranks
   complete what was on its way among themselves, and repaired is true; in rows by a schedule, that may be the next
   barrier. A dead device is noticed by what it shared or, a second later, by its connection to the controller; a cut
-  link, where only packets are lost, after 5 s. A killed controller is missed by no operation. A killed rank ends the
-  run: the others say who it was.
+  link, where only packets are lost, after 5 s. A killed controller is missed by no operation; one that is started
+  again at once (restart-controller) is told of the job by its ranks, which move to a tree of its own later, and nothing
+  is repaired. A killed rank ends the run: the others say who it was.
 
 EXIT STATUS
   0 all elements right, 1 wrong elements, a failed run or a killed rank, 2 bad usage or topology, 130 interrupted";

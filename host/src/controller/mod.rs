@@ -21,7 +21,8 @@
 //! Leases are renewed while a job lives, and what a device has freed is freed everywhere (`state::lease`).
 //!
 //! Control plane only: a thread a connection, one lock over the state, which is not held while a device is asked. No packet of an operation passes here, and
-//! running operations do not need the controller.
+//! running operations do not need the controller. One that is started again at the same address learns of running jobs from
+//! their ranks, which show a secret that the one before has given them (`state::resume`).
 //!
 //! It listens on loopback only, as nothing is authenticated yet (PROTOCOL 10).
 

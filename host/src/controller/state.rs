@@ -13,7 +13,6 @@ mod resume;
 mod serve;
 mod wait;
 
-#[cfg(test)]
 pub(super) use absence::ABSENCE;
 
 #[cfg(feature = "snapshot")]
@@ -90,6 +89,8 @@ struct Job {
     /// Those of them that wait no more, and from when on the wishes are void if no other rank does.
     forgone: BTreeSet<Rank>,
     forgone_until: Option<Instant>,
+    /// Until when devices may come back, of a job from before this controller, before it is offered a tree.
+    settles_at: Option<Instant>,
     /// The devices of the last tree that was lost: they are not asked for the next one. One that restarts is another.
     lost: Vec<Arc<DeviceSession>>,
     /// While a tree is offered to a job without one: from which call on each rank waits.
@@ -130,6 +131,7 @@ impl Job {
             waiting: BTreeSet::new(),
             forgone: BTreeSet::new(),
             forgone_until: None,
+            settles_at: None,
             lost: Vec::new(),
             offer: None,
             shrinking: BTreeSet::new(),
@@ -213,6 +215,8 @@ pub(super) struct State {
     queue: Queue,
     next_view: NextView,
     entropy: Entropy,
+    /// When devices that an earlier life of the controller had should be back.
+    devices_by: Instant,
     /// The time, as whoever opens the state says.
     pub(super) now: Instant,
     /// What is to be carried out for jobs whose ranks wait for a tree.
@@ -263,6 +267,7 @@ impl State {
             queue: Queue::default(),
             next_view: NextView::at(started_ms),
             entropy,
+            devices_by: Instant::now() + ABSENCE,
             now: Instant::now(),
             ready: VecDeque::new(),
             wake,

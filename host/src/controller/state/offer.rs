@@ -39,7 +39,7 @@ impl Job {
     pub(super) fn can_move(&self) -> bool {
         let is_whole = self.members.len() == self.world as usize;
         let is_busy = self.suspected || !self.waiting.is_empty() || self.placing.is_some();
-        is_whole && !is_busy && matches!(self.placement, Some(Err(_)))
+        is_whole && !is_busy && self.settles_at.is_none() && matches!(self.placement, Some(Err(_)))
     }
 
     /// Offer a tree, unless the ranks are on their way to one already.

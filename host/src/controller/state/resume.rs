@@ -105,7 +105,7 @@ impl State {
         Ok((name, rank))
     }
 
-    /// Go on with the jobs whose ranks had their time to come back. Returns when the next is due.
+    /// Go on with the jobs whose ranks, and then devices, had their time to come back. Returns when the next is due.
     pub(super) fn expire_resuming(&mut self, config: &ControllerConfig) -> Option<Instant> {
         let now = self.now;
         let is_due = |resuming: &Resuming| resuming.until <= now;
@@ -114,7 +114,16 @@ impl State {
         for key in &due {
             self.go_on(config, key);
         }
-        self.resuming.values().map(|resuming| resuming.until).min()
+        let is_due = |job: &Job| job.settles_at.is_some_and(|at| at <= now);
+        let due: Vec<String> = self.jobs.iter().filter(|(_, job)| is_due(job)).map(|(name, _)| name.clone()).collect();
+        for name in &due {
+            if let Some(job) = self.jobs.get_mut(name) {
+                job.settles_at = None;
+            }
+            self.offer_soon(config, name);
+        }
+        let settling = self.jobs.values().filter_map(|job| job.settles_at);
+        self.resuming.values().map(|resuming| resuming.until).chain(settling).min()
     }
 
     /// The job runs, as far as this controller is concerned.
@@ -143,6 +152,8 @@ impl State {
             tracing::warn!(job = name, %rank, "rank is lost: it has not come back");
             job.tell(&ClientReply::RankLost(rank));
         }
+        // A tree of the devices that came first would be all that it ever gets.
+        job.settles_at = Some(self.devices_by).filter(|at| *at > self.now);
         self.jobs.insert(name.clone(), job);
         self.offer_soon(config, name);
     }
