@@ -22,7 +22,7 @@ pub(super) enum Mail {
     /// From rank to rank.
     Peer { from: usize, to: usize, group: usize, view: u32, what: Part },
     /// From rank to rank, about the change of a view.
-    View { from: usize, to: usize, group: usize, view: u32, said: Said },
+    View { from: usize, to: usize, group: usize, view: u32, said: Box<Said> },
     /// From rank to rank, in an attempt to change a view.
     Piece { from: usize, to: usize, group: usize, view: u32, attempt: Attempt, piece: Piece },
     /// A rank has come to an operation that runs by a schedule.
@@ -104,7 +104,7 @@ impl Cluster<'_, '_> {
                     }
                     self.advance(to, group)?;
                 }
-                Mail::View { from, to, group, view, said } => self.hear((from, to, group), view, said)?,
+                Mail::View { from, to, group, view, said } => self.hear((from, to, group), view, *said)?,
                 Mail::Piece { from, to, group, view, attempt, piece } => {
                     self.take_piece((from, to, group), (view, attempt), piece)?;
                 }

@@ -144,7 +144,7 @@ impl Cluster<'_, '_> {
             let view = member.view;
             let Some(changing) = &mut member.membership.changing else { return };
             let Some((to, said)) = changing.change.poll_transmit() else { return };
-            self.mail(Mail::View { from: rank, to: to.0 as usize, group, view, said });
+            self.mail(Mail::View { from: rank, to: to.0 as usize, group, view, said: Box::new(said) });
         }
     }
 
@@ -171,13 +171,13 @@ impl Cluster<'_, '_> {
             let answers: Vec<_> = std::iter::from_fn(|| change.poll_transmit()).collect();
             for (to, said) in answers {
                 self.seen.note(Mark::LateAnswered);
-                self.mail(Mail::View { from: rank, to: to.0 as usize, group, view, said });
+                self.mail(Mail::View { from: rank, to: to.0 as usize, group, view, said: Box::new(said) });
             }
             return Ok(());
         }
         if member.membership.end.is_some() {
             if let Some(said) = said.answer_of_the_ended() {
-                self.mail(Mail::View { from: rank, to: from, group, view, said });
+                self.mail(Mail::View { from: rank, to: from, group, view, said: Box::new(said) });
             }
             return Ok(());
         }
