@@ -10,7 +10,8 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use sumac::comm::ControllerState;
+use sumac::choice::Algo;
+use sumac::comm::{CallOptions, ControllerState};
 use sumac::controller::proto::{Attach, ClientReply, ClientRequest, JobStatus, StatusReport};
 use sumac::controller::status;
 use sumac::{Communicator, Error, JoinConfig, Outcome, Path, ReduceOp};
@@ -154,8 +155,10 @@ fn work(comm: &Communicator, progress: &Progress) {
         let outcome = add(comm, round).expect("a sum");
         let (maxima, _) = started.wait().expect("a maximum");
         assert!(maxima.iter().all(|&max| max == round + u64::from(RANKS) - 1), "round {round} is wrong");
+        // By a schedule, beside which the tree is looked after.
+        let by_schedule = CallOptions { algo: Some(Algo::RecursiveDoubling), ..CallOptions::default() };
         let mut stops = [u64::from(progress.stops.load(Ordering::SeqCst))];
-        let told = comm.all_reduce(&mut stops, ReduceOp::Max).expect("a maximum");
+        let told = comm.all_reduce_with(&mut stops, ReduceOp::Max, &by_schedule).expect("a maximum");
         if comm.rank() == 0 {
             let count = |counter: &AtomicU64, is_so| counter.fetch_add(u64::from(is_so), Ordering::SeqCst);
             count(&progress.in_tree, outcome.path == Path::Tree);
