@@ -16,6 +16,7 @@ use sumac::controller::proto::{Attach, ClientReply, ClientRequest, JobStatus, St
 use sumac::controller::status;
 use sumac::{Communicator, Error, JoinConfig, Outcome, Path, ReduceOp};
 use sumac_hal::ctrl::{FrameReader, Greeting, send};
+use sumac_hal::emu::Rng;
 
 /// More than anything here takes.
 const LONG: Duration = Duration::from_secs(30);
@@ -296,6 +297,32 @@ fn a_device_that_dies_without_a_controller_is_replaced_by_the_next_one() {
         progress.wait_for("no round in the tree", |progress| &progress.in_tree, 3);
         std::mem::forget(device);
     });
+}
+
+/// A device of the tree from before, or of the one after, dies about when the ranks move.
+#[test]
+fn a_device_that_dies_while_its_job_moves_is_got_over() {
+    for nth in 0..4 {
+        let (attach, mut rng) = (if nth % 2 == 0 { Attach::Shm } else { Attach::Udp }, Rng::new(nth));
+        let mut place = Place::start();
+        let first = place.device("one");
+        let mut second = None;
+        under_a_job(&mut place, "job", attach, |place, progress| {
+            second = Some(place.device("two"));
+            place.kill_controller();
+            place.start_controller();
+            wait_until("the job is not offered a tree", || {
+                place.job("job").is_some_and(|job| job.is_offered || job.tree.is_some_and(|tree| tree.is_ok()))
+            });
+            // Choosing a moment is all that this is for.
+            thread::sleep(rng.duration_up_to(Duration::from_millis(40)));
+            first.kill();
+            progress.wait_for("no round", |progress| &progress.rounds, 10);
+            assert_eq!(place.wait_for_tree("job", RANKS), ["two"], "seed {nth}");
+            progress.wait_for("no round in the tree", |progress| &progress.in_tree, 3);
+        });
+        drop(second);
+    }
 }
 
 /// All that are left name the dead rank, whether before or after the next controller is there, and shrink with that.

@@ -108,4 +108,42 @@ mod tests {
         let all_live = (0..).map(Rank).zip([6, 7, 6].map(account)).collect();
         assert_eq!(decide(&all_live, 3).1, Decision { cut: 2, operation: 6, failure: None });
     }
+
+    /// Who has moved already has posted there what the others, who have lost the tree before, have not.
+    #[test]
+    fn what_is_left_of_a_tree_that_others_have_moved_from_is_nothing() {
+        let account = |trees, posted| {
+            let mut ledger = Ledger::new(0);
+            let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, posted);
+            let op = OpEntry { first: 0, end: posted, desc, moves: true };
+            ledger.push(op, 0, |_| Class { needs: trees == 2, holds: trees == 1, gives: trees == 2 });
+            Account {
+                ledger,
+                calls: vec![(posted, 7)],
+                open: 7,
+                address: ([127, 0, 0, 1], 1).into(),
+                trees,
+                offered: None,
+            }
+        };
+        let accounts = BTreeMap::from([(Rank(0), account(1, 5)), (Rank(1), account(2, 1))]);
+        let (last, of_last) = of_last_tree(&accounts);
+        assert_eq!((last, &of_last[&Rank(1)]), (2, &accounts[&Rank(1)]));
+        assert_eq!((&of_last[&Rank(0)].ledger, of_last[&Rank(0)].calls.len()), (&Ledger::new(0), 0));
+        let (plan, decision) = decide(&of_last, 2);
+        assert_eq!((plan.pieces.len(), decision.cut, decision.operation, decision.failure), (0, 0, 7, None));
+    }
+
+    /// Whoever was told the call tells all others; a doubt that nobody can settle so is one of an offer that nobody takes.
+    #[test]
+    fn one_that_was_told_settles_the_doubts_of_all() {
+        let of = |view, call, in_doubt| Offered { view, call, in_doubt };
+        let calm = [of(3, None, false), of(3, Some(9), false)];
+        assert_eq!(settled(calm[0], calm.into_iter()), None);
+        let told = [of(3, None, true), of(3, Some(9), false), of(4, None, false)];
+        assert_eq!(settled(told[0], told.into_iter()), Some(Some(9)));
+        assert_eq!(settled(told[2], told.into_iter()), None, "it is another offer");
+        let untold = [of(3, None, true), of(3, None, false)];
+        assert_eq!(untold.map(|own| settled(own, untold.into_iter())), [Some(None); 2]);
+    }
 }
