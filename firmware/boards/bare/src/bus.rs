@@ -12,8 +12,9 @@
 //! Invariants:
 //! - memory is mapped within the rank's own arena only;
 //! - a seat is given back when the engine has nothing more to do with it;
-//! - a desk whose rings are broken, or an entry that is none, ends the desk: who is seated is served on, nobody else is
-//!   seated in this life.
+//! - a desk whose rings are broken, or an entry that is none, ends the desk, which its function shows: nobody else is
+//!   seated in this life. Who is seated is served until the broker hangs up;
+//! - what desk and rings bring at a time is bounded.
 
 #[cfg(test)]
 mod tests;
@@ -59,6 +60,9 @@ const RECORD_WORDS: usize = 2;
 
 /// How often rings and engine get their turn before packets do.
 const TURNS: usize = 8;
+
+/// Requests taken from the desk at a time: a broker that never stops asking is not the only one there.
+const REQUESTS_PER_TURN: usize = 4;
 
 /// Places for answers that wait for one in a rank's ring: as many as that has.
 const BACKLOG: usize = 2 * SEAT_DEPTH as usize;
@@ -250,6 +254,8 @@ impl Bus {
 
     /// Reserve what a new group's children by reference need, and let them attach.
     pub(crate) fn expect(&mut self, node: &mut Node<'_>, config: &GroupConfig) -> Result<(), Refusal> {
+        // A group of that number may have gone since the last look.
+        self.links.retain(|link| link.group != config.group);
         let mut owners = Vec::<_, LINKS>::new();
         for child in config.by_reference.iter() {
             self.next_function = self.next_function.wrapping_add(1);
@@ -284,7 +290,8 @@ impl Bus {
         self.links.retain(|link| node.has_group(link.group));
         self.desk.beat = self.desk.beat.wrapping_add(1);
         self.desk.bar.set_heartbeat(self.desk.beat);
-        while let Some(request) = self.desk.hear() {
+        for _ in 0..REQUESTS_PER_TURN {
+            let Some(request) = self.desk.hear() else { break };
             match request {
                 DeskRequest::Seat { seat, group, child, key } => {
                     let answer = match self.seat(node, seat, (group, child, key)) {
@@ -298,7 +305,7 @@ impl Bus {
                         self.unseat(at);
                     }
                 }
-                _ => self.desk.is_over = true,
+                _ => self.desk.end(),
             }
         }
         self.take_submissions(node, now);
@@ -308,6 +315,8 @@ impl Bus {
         }
     }
 
+    // A frame of its own: what a rank is kept in is large, and is moved to its place.
+    #[inline(never)]
     fn seat(
         &mut self,
         node: &Node<'_>,
@@ -335,6 +344,7 @@ impl Bus {
     }
 
     /// A rank is gone: its memory goes with the last use, and then its seat is free.
+    #[inline(never)]
     fn unseat(&mut self, at: usize) {
         let Seated { seat, bar, rings, .. } = self.seated.swap_remove(at);
         bar.set_status(DeviceStatus::FAILED);
@@ -415,6 +425,10 @@ impl Bus {
 
     fn answer(&mut self, node: &mut Node<'_>) -> bool {
         let mut busy = function::hand_out(node, self.regions, self.seated);
+        if busy && !self.leaving.is_empty() {
+            // The places of regions that have just seen their last use may be given out again at once.
+            self.unmap_gone();
+        }
         let mut at = 0;
         while at < self.seated.len() {
             let seated = &mut self.seated[at];
@@ -465,16 +479,23 @@ impl Desk {
             Some(None) => None,
             Some(Some(Some(request))) => Some(request),
             _ => {
-                self.is_over = true;
-                self.bar.set_status(DeviceStatus::FAILED);
+                self.end();
                 None
             }
         }
     }
 
+    /// Hear nothing more, and show it.
+    fn end(&mut self) {
+        self.is_over = true;
+        self.bar.set_status(DeviceStatus::FAILED);
+    }
+
     fn tell(&mut self, answer: DeskAnswer) {
         // `hear` keeps places for answers, and for all seats.
-        self.is_over |= self.pending.push_back(answer).is_err();
+        if self.pending.push_back(answer).is_err() {
+            self.end();
+        }
     }
 
     fn publish(&mut self) {
@@ -482,10 +503,7 @@ impl Desk {
             match self.answers.push(&answer.emit()) {
                 Ok(true) => drop(self.pending.pop_front()),
                 Ok(false) => return,
-                Err(_) => {
-                    self.is_over = true;
-                    return;
-                }
+                Err(_) => return self.end(),
             }
         }
     }
