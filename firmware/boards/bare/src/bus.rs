@@ -7,7 +7,8 @@
 //! ```
 //!
 //! Nothing interrupts the board: it looks at its rings whenever it comes round, and it says how soon that is to
-//! be. A rank can't be woken either, and looks again before long ([`Features::SILENT`]).
+//! be: soon while there is work, and after a pause later and later, so that ranks that compute cost nothing. A rank can't be
+//! woken either, and looks again before long ([`Features::SILENT`]).
 //!
 //! Invariants:
 //! - memory is mapped within the rank's own arena only;
@@ -70,7 +71,10 @@ const BACKLOG: usize = 2 * SEAT_DEPTH as usize;
 /// How soon to look at rings again while ranks are seated and nothing is under way.
 const LOOK: Duration = Duration::from_micros(50);
 
-/// How soon to look at the desk while nobody is.
+/// The part of a pause that whoever ends it waits at most: the longer nothing has come, the later is the next look.
+const PAUSE_PART: u32 = 16;
+
+/// How soon to look at the desk, and at rings after a long pause.
 const DESK_LOOK: Duration = Duration::from_millis(10);
 
 type Ring<const WORDS: usize> = SharedRing<'static, WORDS>;
@@ -189,6 +193,8 @@ pub struct Bus {
     /// Seats whose rank is gone, and whose memory is still in use.
     leaving: Vec<(u16, FunctionId), SEATS_MAX>,
     is_busy: bool,
+    /// When rings or desk had something last.
+    news_at: Instant,
 }
 
 /// Make a function in memory that may hold an older one.
@@ -243,6 +249,7 @@ impl Bus {
             next_function: 0,
             leaving: Vec::new(),
             is_busy: false,
+            news_at: Instant::ZERO,
         })
     }
 
@@ -292,6 +299,7 @@ impl Bus {
         self.desk.bar.set_heartbeat(self.desk.beat);
         for _ in 0..REQUESTS_PER_TURN {
             let Some(request) = self.desk.hear() else { break };
+            self.news_at = now;
             match request {
                 DeskRequest::Seat { seat, group, child, key } => {
                     let answer = match self.seat(node, seat, (group, child, key)) {
@@ -403,6 +411,7 @@ impl Bus {
             if !busy {
                 break;
             }
+            self.news_at = now;
         }
         self.free_seats();
         self.desk.publish();
@@ -455,7 +464,7 @@ impl Bus {
     pub(crate) fn come_again(&self, now: Instant) -> Instant {
         match (self.is_busy, self.seated.is_empty() && self.leaving.is_empty()) {
             (true, _) => now,
-            (false, false) => now + LOOK,
+            (false, false) => now + ((now - self.news_at) / PAUSE_PART).clamp(LOOK, DESK_LOOK),
             (false, true) => now + DESK_LOOK,
         }
     }

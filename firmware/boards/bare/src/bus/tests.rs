@@ -339,3 +339,21 @@ fn a_group_of_the_same_number_has_links_of_its_own_alone() {
         assert_eq!(rig.seat(0, 0, key(0)), DeskAnswer::Refused { seat: 0, reason: AttachRefusal::Stranger });
     });
 }
+
+#[test]
+fn the_longer_nothing_comes_the_later_is_the_next_look() {
+    roomy(|mut rig| {
+        let at = |millis| Instant::ZERO + Duration::from_millis(millis);
+        assert_eq!(rig.bus.come_again(at(5)), at(15), "nobody is there");
+        assert!(rig.is_seated(0, 0));
+        let soon = |rig: &Rig, now| rig.bus.come_again(now) - now;
+        assert_eq!(soon(&rig, at(0)), LOOK);
+        assert_eq!(soon(&rig, at(16)), Duration::from_millis(1));
+        assert_eq!(soon(&rig, at(60_000)), DESK_LOOK);
+        let mut rank = host(rig.seats[0]);
+        rank.ask_to_register(0, 8);
+        rig.bus.take(&mut rig.node, at(60_000));
+        rig.bus.serve(&mut rig.node, at(60_000));
+        assert_eq!(soon(&rig, at(60_000)), LOOK);
+    });
+}
