@@ -378,21 +378,33 @@ impl<S: Memory<SUBMISSION_WORDS>, C: Memory<COMPLETION_WORDS>, B: Backlog> Funct
         self.is_over |= !self.admin.pending.push(CompletionEntry::Admin { status, cookie, value });
     }
 
+    /// Tell whether an answer is to become part of the one before it.
+    fn continues(&mut self, entry: &CompletionEntry) -> bool {
+        let (
+            Some(&mut CompletionEntry::Answer { status: last, seq: first, count: many, .. }),
+            // What names a rank begins an operation, and speaks of that alone.
+            &CompletionEntry::Answer { status, seq, count, slowest: None, .. },
+        ) = (self.data.pending.last_mut(), entry)
+        else {
+            return false;
+        };
+        let follows = first.0.checked_add(many.into()) == Some(seq.0);
+        last == status && follows && many.checked_add(count).is_some()
+    }
+
     /// Note an entry for the rank; answers in a row become one.
     fn tell(&mut self, entry: CompletionEntry) {
         if let CompletionEntry::Answer { count, .. } = entry {
             self.owed -= u32::from(count);
         }
-        if let (
-            Some(CompletionEntry::Answer { status: last, seq: first, count: many, window, stable, .. }),
-            // What names a rank begins an operation, and speaks of that alone.
-            CompletionEntry::Answer { status, seq, count, window: now, stable: newest, slowest: None, .. },
-        ) = (self.data.pending.last_mut(), entry)
-            && *last == status
-            && first.0.checked_add((*many).into()) == Some(seq.0)
-            && let Some(sum) = many.checked_add(count)
+        if self.continues(&entry)
+            && let (
+                Some(CompletionEntry::Answer { count: many, window, stable, .. }),
+                CompletionEntry::Answer { count, window: now, stable: newest, .. },
+            ) = (self.data.pending.last_mut(), entry)
         {
-            (*many, *window, *stable) = (sum, now, newest);
+            // `continues` has seen that it fits.
+            (*many, *window, *stable) = (many.saturating_add(count), now, newest);
             return;
         }
         self.is_over |= !self.data.pending.push(entry);
@@ -440,11 +452,14 @@ where
         else {
             continue;
         };
-        if let Some((first, other)) = answer.operations {
-            function.tell(CompletionEntry::Operations { first: pack_op(&first), other: pack_op(&other) });
-        }
-        if let (Some(missing), CompletionEntry::Answer { seq, .. }) = (answer.missing, answer.entry) {
-            CompletionEntry::missing(0, seq, &missing).into_iter().for_each(|half| function.tell(half));
+        // What the answers of a failed group speak of is the same for all in a row.
+        if !function.continues(&answer.entry) {
+            if let Some((first, other)) = answer.operations {
+                function.tell(CompletionEntry::Operations { first: pack_op(&first), other: pack_op(&other) });
+            }
+            if let (Some(missing), CompletionEntry::Answer { seq, .. }) = (answer.missing, answer.entry) {
+                CompletionEntry::missing(0, seq, &missing).into_iter().for_each(|half| function.tell(half));
+            }
         }
         function.tell(answer.entry);
     }

@@ -71,6 +71,7 @@ impl Node<'_> {
             slots_used: groups.clone().map(|group| group.slots.len as u32).sum(),
             slot_memory_used_bytes: groups.map(|group| group.bytes.len as u64).sum(),
             counters: self.common.counters,
+            stack: None,
         }
     }
 

@@ -8,10 +8,12 @@ pub fn merge(answers: impl IntoIterator<Item = Response>) -> Option<Response> {
     answers.into_iter().reduce(|merged, answer| match (merged, answer) {
         (Response::Refused(refusal), _) | (_, Response::Refused(refusal)) => Response::Refused(refusal),
         (Response::Stats(mut sum), Response::Stats(stats)) => {
-            let Stats { slots_used, slot_memory_used_bytes, ref counters, .. } = stats;
+            let Stats { slots_used, slot_memory_used_bytes, ref counters, stack, .. } = stats;
             sum.slots_used += slots_used;
             sum.slot_memory_used_bytes += slot_memory_used_bytes;
             sum.counters.merge(counters);
+            // All stacks of a device are as long.
+            sum.stack = sum.stack.into_iter().chain(stack).max_by_key(|stack| stack.used_bytes);
             Response::Stats(sum)
         }
         (merged, _) => merged,
@@ -29,7 +31,7 @@ pub const fn undo(request: &Request) -> Option<Request> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Counters, Refusal};
+    use super::super::{Counters, Refusal, StackUse};
     use super::*;
     use crate::ids::{BootId, GroupId, TreeId};
 
@@ -45,12 +47,14 @@ mod tests {
     fn stats_add_up() {
         let stats = |slots_used| {
             let counters = Counters { packets_in: 5, ..Counters::default() };
-            Stats { boot_id: BootId(1), groups: 1, trees: 1, slots_used, slot_memory_used_bytes: 100, counters }
+            let stack = (slots_used < 5).then_some(StackUse { used_bytes: 100 - slots_used, of_bytes: 200 });
+            Stats { boot_id: BootId(1), groups: 1, trees: 1, slots_used, slot_memory_used_bytes: 100, counters, stack }
         };
-        let Some(Response::Stats(sum)) = merge([3, 4].map(|slots| Response::Stats(stats(slots)))) else {
+        let Some(Response::Stats(sum)) = merge([3, 4, 5].map(|slots| Response::Stats(stats(slots)))) else {
             panic!("no sum");
         };
-        assert_eq!((sum.slots_used, sum.slot_memory_used_bytes, sum.counters.packets_in), (7, 200, 10));
+        assert_eq!((sum.slots_used, sum.slot_memory_used_bytes, sum.counters.packets_in), (12, 300, 15));
+        assert_eq!(sum.stack.map(|stack| stack.used_bytes), Some(97), "the one that has least left");
     }
 
     #[test]

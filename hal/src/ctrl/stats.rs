@@ -205,4 +205,15 @@ pub struct Stats {
     pub slot_memory_used_bytes: u64,
     /// The counters, over all shards.
     pub counters: Counters,
+    /// The stack of the shard that has come nearest to its end; `None` where nobody measures it.
+    pub stack: Option<StackUse>,
+}
+
+/// How far a stack was ever used: its high-water mark.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StackUse {
+    /// How many bytes of it were ever used.
+    pub used_bytes: u32,
+    /// How long it is.
+    pub of_bytes: u32,
 }

@@ -79,7 +79,9 @@ fn messages_round_trip() {
 
     let mut counters = Counters::default();
     counters.drop_packet(DropReason::QueueFull);
-    let stats = Stats { boot_id: BootId(7), groups: 1, trees: 2, slots_used: 3, slot_memory_used_bytes: 4, counters };
+    let (slot_memory_used_bytes, stack) = (4, Some(StackUse { used_bytes: 5, of_bytes: 6 }));
+    let stats =
+        Stats { boot_id: BootId(7), groups: 1, trees: 2, slots_used: 3, slot_memory_used_bytes, counters, stack };
     let bytes = frame(&Envelope { id: 9, message: Response::Stats(stats) });
     let (back, _) = decode::<Envelope<Response>>(&bytes).unwrap().unwrap();
     assert_eq!(back.message, Response::Stats(stats));

@@ -28,8 +28,8 @@ use rustix::io::{Errno, fcntl_dupfd_cloexec, retry_on_intr};
 use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen,
-    recvmsg, sendmsg, socket_with,
+    SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect,
+    listen, recvmsg, sendmsg, shutdown, socket_with,
 };
 use rustix::process::geteuid;
 use std::io::{IoSlice, IoSliceMut};
@@ -274,6 +274,14 @@ impl Connection {
             Err(Errno::PIPE | Errno::CONNRESET) => Err(SocketError::Closed),
             Err(errno) => Err(SocketError::System { call: "sendmsg", errno }),
         }
+    }
+
+    /// Say that nothing more is sent, which the other side sees as the end; it may go on sending.
+    ///
+    /// # Errors
+    /// [`SocketError::System`]; where the other side is gone, that there is nobody to tell.
+    pub fn hang_up(&self) -> Result<(), SocketError> {
+        shutdown(&self.socket, Shutdown::Write).map_err(|errno| SocketError::System { call: "shutdown", errno })
     }
 
     /// Wait for the next message.

@@ -6,7 +6,7 @@ use clap::Args;
 use std::io::{self, Write};
 use sumac::controller::proto::{DeviceStatus, JobStatus, StatusReport, TenantStatus};
 use sumac::controller::status;
-use sumac_hal::ctrl::Bus;
+use sumac_hal::ctrl::{Bus, StackUse};
 
 /// `sumac status`.
 #[derive(Debug, Args)]
@@ -73,17 +73,22 @@ fn write_device(out: &mut impl Write, device: &DeviceStatus) -> io::Result<()> {
             let dropped: u64 = counters.dropped.iter().sum();
             writeln!(
                 out,
-                "  {}  groups {}/{groups}  slots {}/{slots}  packets in {} out {}  dropped {dropped}{}{known}",
+                "  {}  groups {}/{groups}  slots {}/{slots}  packets in {} out {}  dropped {dropped}{}{}{known}",
                 device.name,
                 stats.groups,
                 stats.slots_used,
                 counters.packets_in,
                 counters.packets_out,
+                stats.stack.map(describe_stack).unwrap_or_default(),
                 describe_bus(device.bus.as_ref())
             )
         }
         Err(why) => writeln!(out, "  {}  DOES NOT ANSWER: {why}{known}", device.name),
     }
+}
+
+fn describe_stack(StackUse { used_bytes, of_bytes }: StackUse) -> String {
+    format!("  stack used {used_bytes} of {of_bytes} bytes")
 }
 
 fn describe_bus(bus: Option<&Bus>) -> String {

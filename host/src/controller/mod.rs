@@ -316,6 +316,7 @@ fn serve_connection(shared: &Shared, stream: TcpStream) -> Result<(), StreamErro
             let session = Arc::new(DeviceSession::new(announce, stream)?);
             if !shared.lock().add_device(&shared.config, &session) {
                 tracing::warn!(device = session.name(), "refused: a device of that name is connected");
+                shared.lock().ask_whether_it_lives(session.name());
                 return Ok(());
             }
             tracing::info!(device = session.name(), boot_id = session.announce.boot_id.0, "device connected");

@@ -34,7 +34,7 @@ use resume::Resuming;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
-use sumac_hal::ctrl::{Order, send};
+use sumac_hal::ctrl::{Order, Request, send};
 use sumac_hal::ids::{Epoch, GroupId, Rank};
 
 /// A connected client, as somebody to tell something.
@@ -302,6 +302,15 @@ impl State {
         self.note_present(&session.key());
         self.reconsider(config);
         true
+    }
+
+    /// Ask a device whether it is there. A machine that was reset tells nobody that its connections are no more: they end
+    /// when something is sent to them, and then the next life is let in.
+    pub(super) fn ask_whether_it_lives(&self, name: &str) {
+        if let Some(device) = self.devices.get(name) {
+            // Its answer is waited for by nobody; too many that are missing end the connection, too.
+            let _ = device.post(Request::Hello);
+        }
     }
 
     pub(super) fn remove_device(&mut self, config: &ControllerConfig, session: &Arc<DeviceSession>) {

@@ -14,6 +14,7 @@ use super::queue::{Admin, Answered, Ends, Purpose, Waker};
 use super::redo::Redo;
 use super::retire::{Fence, Life};
 use crate::endpoint::{Buffers, EndpointError, EndpointStats, Event, OpId, PostError, Verdict};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use sumac_hal::dma::{Address, RegionKey};
 use sumac_hal::mmio::{
@@ -55,7 +56,7 @@ pub struct ReferenceDriver {
     pub(super) device: String,
     pub(super) endpoint: ReferenceEndpoint,
     pub(super) config: ReferenceConfig,
-    pub(super) connection: Connection,
+    pub(super) connection: Arc<Connection>,
     function: Function,
     admin: Admin,
     data: Ends,
@@ -103,6 +104,7 @@ impl ReferenceDriver {
             Some(arena) => arena.take(len_bytes).map_err(failed)?,
             None => (arena::own(len_bytes).map_err(failed)?, 0),
         };
+        let connection = Arc::new(connection);
         let slice = if identity.features.contains(Features::SILENT) { NAP } else { SLICE };
         // One place is left for the word of which operations differ.
         let in_flight_max = data.completions.capacity() - 1;
@@ -123,12 +125,13 @@ impl ReferenceDriver {
             device: seating.device.clone(),
             endpoint: ReferenceEndpoint::new(config.clone()),
             config,
+            // Another rank gets the arena when this one has hung up, and buffers of this one may outlive it.
+            registry: Registry::new(arena.is_some().then(|| Arc::clone(&connection))),
             connection,
             function,
             admin: Admin::new(admin),
             waker: Waker::new(data.queue.clone()),
             data,
-            registry: Registry::default(),
             bounce,
             redo,
             arena,
@@ -492,10 +495,6 @@ impl ReferenceDriver {
 impl Drop for ReferenceDriver {
     fn drop(&mut self) {
         self.retire();
-        if self.arena.is_some() {
-            // Another rank may get the arena, and buffers of this one may live on.
-            self.registry.sever(&self.device);
-        }
         self.function.bar().set_control(HostControl::RESET);
     }
 }

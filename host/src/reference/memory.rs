@@ -1,7 +1,8 @@
 //! Registered memory: what a program allocates so that the device reaches it, and where a slice lies in it.
 //!
 //! A [`Buffer`] and the registry both keep the mapping, so it goes when the buffer is dropped *and* the device has let
-//! go of it (or its driver is gone). A buffer that is dropped says so in a list that the driver looks at when it is
+//! go of it (or its driver is gone). Where the memory is of an arena that the device gives to the next rank, they keep the
+//! connection to the device too: its end says that nobody uses the arena here any more. A buffer that is dropped says so in a list that the driver looks at when it is
 //! called next. Only memory that was allocated here is ever looked up, so that an address can't be another's by now
 //! (PROTOCOL 10).
 //!
@@ -16,7 +17,7 @@ use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use sumac_hal::dma::{Address, DmaMemory, RegionKey};
-use sumac_hal::shm::Region;
+use sumac_hal::shm::{Connection, Region};
 
 /// Memory for operations, of [`Communicator::alloc`](crate::Communicator::alloc): a slice that the leaf device reads
 /// and writes by itself where the communicator attaches by reference, and an ordinary one where it does not.
@@ -55,6 +56,8 @@ pub(super) type SharedRegion = Arc<Mutex<Region>>;
 pub(super) struct Dropped {
     any: AtomicBool,
     keys: Mutex<Vec<RegionKey>>,
+    /// Where the memory is another rank's once this has hung up.
+    _seat: Option<Arc<Connection>>,
 }
 
 impl<T: bytemuck::Pod> Buffer<T> {
@@ -106,7 +109,7 @@ impl<T> Drop for Lease<T> {
 }
 
 /// The registered memory of one driver.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Registry {
     entries: Vec<Entry>,
     dropped: Arc<Dropped>,
@@ -121,6 +124,11 @@ struct Entry {
 }
 
 impl Registry {
+    /// Return an empty registry, whose buffers and itself keep a connection.
+    pub(super) fn new(seat: Option<Arc<Connection>>) -> Self {
+        Self { entries: Vec::new(), dropped: Arc::new(Dropped { _seat: seat, ..Dropped::default() }) }
+    }
+
     /// Note a registered region, and return a buffer of `len` elements in it.
     ///
     /// # Panics
@@ -173,17 +181,40 @@ impl Registry {
         self.entries.retain(|entry| entry.key != key);
     }
 
-    /// Take all memory that a buffer still has away from everybody else.
-    pub(super) fn sever(&self, device: &str) {
-        for Entry { region, .. } in self.entries.iter().filter(|entry| Arc::strong_count(&entry.region) > 1) {
-            if let Err(error) = region.lock().unwrap_or_else(PoisonError::into_inner).sever() {
-                tracing::error!(device, %error, "a buffer stays in memory that another rank may get");
-            }
-        }
-    }
-
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.entries.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+    use sumac_hal::shm::{Listener, Pages, SocketError};
+
+    const LONG: Duration = Duration::from_secs(20);
+    const KEY: RegionKey = RegionKey { index: 1, generation: 1 };
+
+    #[test]
+    fn a_seat_is_kept_until_the_last_buffer_in_it_is_dropped() {
+        let name = format!("sumac-memory-{}", std::process::id());
+        let listener = Listener::bind(&name).expect("a free name");
+        let rank = Arc::new(Connection::open(&name, LONG).expect("it listens"));
+        let device = listener.accept(LONG).expect("welcome").expect("it waits");
+        let hung_up = || match device.receive(Duration::ZERO) {
+            Err(SocketError::Timeout(_)) => false,
+            Err(SocketError::Closed) => true,
+            other => panic!("{other:?}"),
+        };
+        let mut registry = Registry::new(Some(Arc::clone(&rank)));
+        drop(rank);
+        let region = Region::create(4096, Pages::Normal).expect("memory");
+        let mut buffer = registry.insert::<u32>(region, KEY, 8);
+        drop(registry);
+        assert!(!hung_up());
+        buffer.fill(7);
+        drop(buffer);
+        assert!(hung_up());
     }
 }

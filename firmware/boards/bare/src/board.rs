@@ -16,7 +16,7 @@ use heapless::Vec;
 use heapless::spsc::{Consumer, Producer, Queue};
 use smoltcp::phy::Device;
 use sumac_device::{Entry, Event, Node, TRACE_LEN, runtime};
-use sumac_hal::ctrl::{self, Announce, GroupConfig, Request, Response, shards};
+use sumac_hal::ctrl::{self, Announce, GroupConfig, Request, Response, StackUse, Stats, shards};
 use sumac_hal::ids::BootId;
 use sumac_hal::port::Port;
 use sumac_hal::shard::MAX_SHARDS;
@@ -43,6 +43,19 @@ struct Shard<'m, D: Device> {
     node: Node<'m>,
     /// Trace entries that were told.
     traced: u64,
+    /// Measures this core's stack.
+    gauge: Gauge,
+}
+
+/// What tells how far the stack of the core that calls it was ever used, where that is known.
+pub type Gauge = fn() -> Option<StackUse>;
+
+/// Have stats tell what a core's stack has come to.
+fn with_stack(answer: Response, gauge: Gauge) -> Response {
+    match answer {
+        Response::Stats(stats) => Response::Stats(Stats { stack: gauge(), ..stats }),
+        other => other,
+    }
 }
 
 impl<D: Device> Shard<'_, D> {
@@ -134,9 +147,14 @@ impl Others for Alone {
 }
 
 /// Have all shards carry out a request, or none of them.
-fn carry_out(request: &Request, node: &mut Node<'_>, others: &mut impl Others, now: Instant) -> Response {
+fn carry_out(
+    request: &Request,
+    (node, gauge): (&mut Node<'_>, Gauge),
+    others: &mut impl Others,
+    now: Instant,
+) -> Response {
     let answers = ask(request, others, |_| true);
-    let own = node.control(request, now);
+    let own = with_stack(node.control(request, now), gauge);
     let refused = answers.iter().chain([&own]).any(|answer| matches!(answer, Response::Refused(_)));
     if let Some(undo) = shards::undo(request).filter(|_| refused) {
         ask(&undo, others, |shard| answers.get(shard) == Some(&Response::Done));
@@ -222,7 +240,13 @@ impl<'m, D: Device, O: Others> Board<'m, D, O> {
             bus: announced,
         };
         let control = Control::new(options.controller, announce, boot_id.0 as u16);
-        Self { shard: Shard { stack, node, traced: 0 }, control, others, bus, told_up: None, ended: None }
+        let shard = Shard { stack, node, traced: 0, gauge: || None };
+        Self { shard, control, others, bus, told_up: None, ended: None }
+    }
+
+    /// Have stats tell what this core's stack has come to.
+    pub const fn gauge_stack(&mut self, gauge: Gauge) {
+        self.shard.gauge = gauge;
     }
 
     /// Return the NIC.
@@ -242,14 +266,14 @@ impl<'m, D: Device, O: Others> Board<'m, D, O> {
             bus.take(&mut self.shard.node, now);
         }
         let next = self.shard.step(now);
-        let Self { shard: Shard { stack, node, .. }, control, others, bus, .. } = self;
+        let Self { shard: Shard { stack, node, gauge, .. }, control, others, bus, .. } = self;
         if let Some(bus) = bus {
             bus.serve(node, now);
         }
         let polled = control.poll(stack, now, |request| {
             let is_new = |config: &&GroupConfig| !node.has_group(config.group);
             let created = if let Request::CreateGroup(config) = request { Some(config).filter(is_new) } else { None };
-            match (carry_out(request, node, others, now), created, &mut *bus) {
+            match (carry_out(request, (node, *gauge), others, now), created, &mut *bus) {
                 (Response::Done, Some(config), Some(bus)) => admit(config, node, bus, now),
                 (response, _, _) => response,
             }
@@ -287,7 +311,12 @@ pub struct Further<'m, D: Device> {
 impl<'m, D: Device> Further<'m, D> {
     /// Put it together.
     pub const fn new(stack: Stack<D>, node: Node<'m>, desk: Answering<'static>) -> Self {
-        Self { shard: Shard { stack, node, traced: 0 }, desk }
+        Self { shard: Shard { stack, node, traced: 0, gauge: || None }, desk }
+    }
+
+    /// As [`Board::gauge_stack`].
+    pub const fn gauge_stack(&mut self, gauge: Gauge) {
+        self.shard.gauge = gauge;
     }
 
     /// Return the NIC.
@@ -299,7 +328,8 @@ impl<'m, D: Device> Further<'m, D> {
     pub fn step(&mut self, now: Instant) -> Option<Instant> {
         while let Some(request) = self.desk.hear.dequeue() {
             // The first shard has taken the answer before.
-            let _ = self.desk.answer.enqueue(self.shard.node.control(&request, now));
+            let answer = with_stack(self.shard.node.control(&request, now), self.shard.gauge);
+            let _ = self.desk.answer.enqueue(answer);
         }
         let next = self.shard.step(now);
         self.shard.finish([next], now)
@@ -376,7 +406,8 @@ mod tests {
         let mut first = node::<64>(0);
         let (asking, answering) = Box::leak(Box::new(Desk::new())).split();
         let mut others = Second { asking: [asking], answering, node: node::<8>(1) };
-        let mut order = |request: &Request| carry_out(request, &mut first, &mut others, Instant::ZERO);
+        let gauge: Gauge = || Some(StackUse { used_bytes: 7, of_bytes: 9 });
+        let mut order = |request: &Request| carry_out(request, (&mut first, gauge), &mut others, Instant::ZERO);
         let tree = Request::InstallTree(TreeConfig { tree: TreeId(1), parent: None, children: 1, ranks: Vec::new() });
         assert_eq!(order(&tree), Response::Done);
         // The second has fewer slots.
@@ -384,7 +415,7 @@ mod tests {
         // The first has given its own back: else the group would exist.
         assert_eq!(order(&group(8)), Response::Done);
         let Response::Stats(stats) = order(&Request::Stats) else { panic!("no stats") };
-        assert_eq!(stats.slots_used, 16);
+        assert_eq!((stats.slots_used, stats.stack), (16, gauge()));
         assert!(first.has_group(GroupId(1)) && others.node.has_group(GroupId(1)));
     }
 }

@@ -7,13 +7,15 @@
 //! ```
 //!
 //! Nothing interrupts the board: it looks at its rings whenever it comes round, and it says how soon that is to
-//! be. A rank can't be woken either, and looks again before long ([`Features::SILENT`]).
+//! be: soon while there is work, and after a pause later and later, so that ranks that compute cost nothing. A rank can't be
+//! woken either, and looks again before long ([`Features::SILENT`]).
 //!
 //! Invariants:
 //! - memory is mapped within the rank's own arena only;
 //! - a seat is given back when the engine has nothing more to do with it;
-//! - a desk whose rings are broken, or an entry that is none, ends the desk: who is seated is served on, nobody else is
-//!   seated in this life.
+//! - a desk whose rings are broken, or an entry that is none, ends the desk, which its function shows: nobody else is
+//!   seated in this life. Who is seated is served until the broker hangs up;
+//! - what desk and rings bring at a time is bounded.
 
 #[cfg(test)]
 mod tests;
@@ -60,13 +62,19 @@ const RECORD_WORDS: usize = 2;
 /// How often rings and engine get their turn before packets do.
 const TURNS: usize = 8;
 
+/// Requests taken from the desk at a time: a broker that never stops asking is not the only one there.
+const REQUESTS_PER_TURN: usize = 4;
+
 /// Places for answers that wait for one in a rank's ring: as many as that has.
 const BACKLOG: usize = 2 * SEAT_DEPTH as usize;
 
 /// How soon to look at rings again while ranks are seated and nothing is under way.
 const LOOK: Duration = Duration::from_micros(50);
 
-/// How soon to look at the desk while nobody is.
+/// The part of a pause that whoever ends it waits at most: the longer nothing has come, the later is the next look.
+const PAUSE_PART: u32 = 16;
+
+/// How soon to look at the desk, and at rings after a long pause.
 const DESK_LOOK: Duration = Duration::from_millis(10);
 
 type Ring<const WORDS: usize> = SharedRing<'static, WORDS>;
@@ -185,6 +193,8 @@ pub struct Bus {
     /// Seats whose rank is gone, and whose memory is still in use.
     leaving: Vec<(u16, FunctionId), SEATS_MAX>,
     is_busy: bool,
+    /// When rings or desk had something last.
+    news_at: Instant,
 }
 
 /// Make a function in memory that may hold an older one.
@@ -239,6 +249,7 @@ impl Bus {
             next_function: 0,
             leaving: Vec::new(),
             is_busy: false,
+            news_at: Instant::ZERO,
         })
     }
 
@@ -250,6 +261,8 @@ impl Bus {
 
     /// Reserve what a new group's children by reference need, and let them attach.
     pub(crate) fn expect(&mut self, node: &mut Node<'_>, config: &GroupConfig) -> Result<(), Refusal> {
+        // A group of that number may have gone since the last look.
+        self.links.retain(|link| link.group != config.group);
         let mut owners = Vec::<_, LINKS>::new();
         for child in config.by_reference.iter() {
             self.next_function = self.next_function.wrapping_add(1);
@@ -284,7 +297,9 @@ impl Bus {
         self.links.retain(|link| node.has_group(link.group));
         self.desk.beat = self.desk.beat.wrapping_add(1);
         self.desk.bar.set_heartbeat(self.desk.beat);
-        while let Some(request) = self.desk.hear() {
+        for _ in 0..REQUESTS_PER_TURN {
+            let Some(request) = self.desk.hear() else { break };
+            self.news_at = now;
             match request {
                 DeskRequest::Seat { seat, group, child, key } => {
                     let answer = match self.seat(node, seat, (group, child, key)) {
@@ -298,7 +313,7 @@ impl Bus {
                         self.unseat(at);
                     }
                 }
-                _ => self.desk.is_over = true,
+                _ => self.desk.end(),
             }
         }
         self.take_submissions(node, now);
@@ -308,6 +323,8 @@ impl Bus {
         }
     }
 
+    // A frame of its own: what a rank is kept in is large, and is moved to its place.
+    #[inline(never)]
     fn seat(
         &mut self,
         node: &Node<'_>,
@@ -335,6 +352,7 @@ impl Bus {
     }
 
     /// A rank is gone: its memory goes with the last use, and then its seat is free.
+    #[inline(never)]
     fn unseat(&mut self, at: usize) {
         let Seated { seat, bar, rings, .. } = self.seated.swap_remove(at);
         bar.set_status(DeviceStatus::FAILED);
@@ -393,6 +411,7 @@ impl Bus {
             if !busy {
                 break;
             }
+            self.news_at = now;
         }
         self.free_seats();
         self.desk.publish();
@@ -415,6 +434,10 @@ impl Bus {
 
     fn answer(&mut self, node: &mut Node<'_>) -> bool {
         let mut busy = function::hand_out(node, self.regions, self.seated);
+        if busy && !self.leaving.is_empty() {
+            // The places of regions that have just seen their last use may be given out again at once.
+            self.unmap_gone();
+        }
         let mut at = 0;
         while at < self.seated.len() {
             let seated = &mut self.seated[at];
@@ -441,7 +464,7 @@ impl Bus {
     pub(crate) fn come_again(&self, now: Instant) -> Instant {
         match (self.is_busy, self.seated.is_empty() && self.leaving.is_empty()) {
             (true, _) => now,
-            (false, false) => now + LOOK,
+            (false, false) => now + ((now - self.news_at) / PAUSE_PART).clamp(LOOK, DESK_LOOK),
             (false, true) => now + DESK_LOOK,
         }
     }
@@ -465,16 +488,23 @@ impl Desk {
             Some(None) => None,
             Some(Some(Some(request))) => Some(request),
             _ => {
-                self.is_over = true;
-                self.bar.set_status(DeviceStatus::FAILED);
+                self.end();
                 None
             }
         }
     }
 
+    /// Hear nothing more, and show it.
+    fn end(&mut self) {
+        self.is_over = true;
+        self.bar.set_status(DeviceStatus::FAILED);
+    }
+
     fn tell(&mut self, answer: DeskAnswer) {
         // `hear` keeps places for answers, and for all seats.
-        self.is_over |= self.pending.push_back(answer).is_err();
+        if self.pending.push_back(answer).is_err() {
+            self.end();
+        }
     }
 
     fn publish(&mut self) {
@@ -482,10 +512,7 @@ impl Desk {
             match self.answers.push(&answer.emit()) {
                 Ok(true) => drop(self.pending.pop_front()),
                 Ok(false) => return,
-                Err(_) => {
-                    self.is_over = true;
-                    return;
-                }
+                Err(_) => return self.end(),
             }
         }
     }

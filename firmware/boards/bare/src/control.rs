@@ -61,6 +61,8 @@ pub struct Control {
     controller: SocketAddrV4,
     announce: Announce,
     state: State,
+    /// The controller has said something on this connection: one that knows a device of this name hangs up instead.
+    is_welcome: bool,
     /// Connections so far: each comes from the next port.
     dials: u16,
     /// What has come of a request.
@@ -80,6 +82,7 @@ impl Control {
             controller,
             announce,
             state: State::Idle(Instant::ZERO),
+            is_welcome: false,
             dials: salt,
             request: [0; MESSAGE_BYTES],
             have: 0,
@@ -89,9 +92,9 @@ impl Control {
         }
     }
 
-    /// Tell whether the controller is connected.
+    /// Tell whether the controller is connected, and has this device.
     pub fn is_up(&self) -> bool {
-        self.state == State::Up
+        self.state == State::Up && self.is_welcome
     }
 
     /// Do what there is to do; `carry_out` does what is asked of the device.
@@ -109,6 +112,7 @@ impl Control {
             stack.control().0.abort();
             self.state = State::Idle(now + REDIAL);
             (self.have, self.sent, self.len) = (0, 0, 0);
+            self.is_welcome = false;
         }
         result
     }
@@ -181,6 +185,7 @@ impl Control {
             };
             self.request.copy_within(len..self.have, 0);
             self.have -= len;
+            self.is_welcome = true;
             let message = self.answer(request.message, &mut carry_out);
             self.len = encode(&Envelope { id: request.id, message }, &mut self.answer)?.len();
         }

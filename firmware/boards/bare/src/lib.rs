@@ -31,10 +31,10 @@ mod stack;
 #[cfg(test)]
 mod tests;
 
-pub use board::{Alone, Answering, Asking, Board, BoardEvent, Desk, Further, Others};
+pub use board::{Alone, Answering, Asking, Board, BoardEvent, Desk, Further, Gauge, Others};
 pub use bus::{Bus, BusMemory, BusTables};
 pub use control::{Control, ControlError, REDIAL};
 #[cfg(feature = "faults")]
 pub use options::Fault;
-pub use options::{BoardOptions, OptionsError};
+pub use options::{BoardOptions, OPTIONS_MAX_BYTES, OptionsError};
 pub use stack::{Buffers, MAX_PACKET_LEN_BYTES, RX_PACKETS, Room, RxPacket, Stack, TX_PACKETS};

@@ -20,7 +20,7 @@ use thiserror::Error;
 /// | `data` | where peers send to, if that is not `ip` and `listen`: behind address translation |
 /// | `machine`, `socket` | where ranks are that share memory with the board, and what their broker listens on |
 /// | `watchdog_ms` | how long a core may take to come round; 20,000 unless told |
-/// | `fault` | with the feature `faults`, for tests: `panic`, `access` or `hang`, once in the first life |
+/// | `fault` | with the feature `faults`, for tests: `panic`, `access`, `hang` or `trace`, once in the first life |
 ///
 /// An address of loopback (127.0.0.0/8) means the host behind the gateway, as an emulated machine sees it: packets to it
 /// go to the gateway, and what comes from the gateway comes from 127.0.0.1.
@@ -57,7 +57,12 @@ pub enum Fault {
     Access,
     /// It stops coming round.
     Hang,
+    /// It panics when the first entry of its trace has been told, and not sent.
+    Trace,
 }
+
+/// How long all options together can be in bytes, so that a board knows how much to keep of them.
+pub const OPTIONS_MAX_BYTES: usize = 512;
 
 /// Generous, as the host of an emulated machine may be busy elsewhere.
 const WATCHDOG: Duration = Duration::from_secs(20);
@@ -187,7 +192,8 @@ fn parse_fault(value: &str) -> Result<Fault, OptionsError> {
         "panic" => Ok(Fault::Panic),
         "access" => Ok(Fault::Access),
         "hang" => Ok(Fault::Hang),
-        _ => Err(wrong("fault", value, "panic, access or hang")),
+        "trace" => Ok(Fault::Trace),
+        _ => Err(wrong("fault", value, "panic, access, hang or trace")),
     }
 }
 

@@ -340,6 +340,7 @@ fn request(id: u32, message: Request) -> Vec<u8> {
 fn a_board_greets_and_answers_in_order() {
     let mut bed = Controlled::new();
     assert_eq!(bed.receive::<Greeting>(), Greeting::Device(announce()));
+    assert!(!bed.control.is_up(), "nobody has said yet that it is welcome");
     let remove = Request::RemoveTree(TreeId(3));
     let both = [request(1, Request::Hello), request(2, remove.clone())].concat();
     // In pieces, as a stream comes.
@@ -352,6 +353,7 @@ fn a_board_greets_and_answers_in_order() {
         assert_eq!(bed.receive::<Envelope<Response>>(), Envelope { id, message });
     }
     assert_eq!(bed.asked, [remove]);
+    assert!(bed.control.is_up());
 }
 
 /// No packet for a multicast group gets into an emulated machine or out of it. There is no bus either.

@@ -149,6 +149,23 @@ pub(crate) fn stack_high_water() -> (usize, usize) {
     ((words - untouched) * 8, STACK_BYTES)
 }
 
+/// How much of a stack is never to be used: a frame that reaches over it is longer than any here.
+const STACK_RESERVE_BYTES: usize = 32 << 10;
+
+/// Panic if this core's stack has come near what lies below it: another core's, or variables.
+pub(crate) fn check_stack() {
+    // SAFETY: the word lies in this core's own stack.
+    let word =
+        unsafe { (&raw const stack_bottom).byte_add(core() * STACK_BYTES + STACK_RESERVE_BYTES).read_volatile() };
+    assert!(word == STACK_PAINT, "less than {STACK_RESERVE_BYTES} of {STACK_BYTES} bytes of the stack are left");
+}
+
+/// Have all that was written to registers take effect before memory is touched.
+pub(crate) fn settle() {
+    // SAFETY: waits.
+    unsafe { asm!("dsb sy", "isb", options(nostack, preserves_flags)) };
+}
+
 /// Where faults lead to.
 extern "C" fn fault(syndrome: u64, address: u64, at: u64) -> ! {
     crate::crash::fault(syndrome, address, at)

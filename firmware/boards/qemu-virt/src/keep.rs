@@ -78,6 +78,12 @@ pub(crate) fn begin() -> (u32, End) {
     })
 }
 
+/// Return the number of this life.
+#[cfg(feature = "faults")]
+pub(crate) fn life() -> u32 {
+    critical_section::with(|section| with(section, |kept| kept.lives))
+}
+
 /// Note how this life ends.
 pub(crate) fn end(section: CriticalSection<'_>, end: End) {
     with(section, |kept| kept.end = end as u32);

@@ -24,9 +24,10 @@ use cpu::MAX_CORES;
 use heapless::Vec;
 use sumac_bare::{
     Answering, Asking, Board, BoardEvent, BoardOptions, Buffers, Bus, BusMemory, BusTables, Desk, Further,
-    MAX_PACKET_LEN_BYTES, RX_PACKETS, Stack,
+    MAX_PACKET_LEN_BYTES, OPTIONS_MAX_BYTES, RX_PACKETS, Stack,
 };
 use sumac_device::{Memory, Node, NodeConfig, RedoSlot, Reference, References, Storage};
+use sumac_hal::ctrl::StackUse;
 use sumac_hal::ids::BootId;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
@@ -53,9 +54,6 @@ const START: Duration = Duration::from_secs(20);
 
 /// How many sleeps a core's patience has room for at least: the watchdog is to be petted between them.
 const SLEEPS: u32 = 4;
-
-/// How many bytes of options there can be.
-const OPTIONS_BYTES: usize = 512;
 
 /// What one core works in.
 struct Core {
@@ -116,11 +114,49 @@ impl sumac_bare::Others for Others {
     }
 }
 
+/// The board as the first core has it.
+type FirstBoard = Board<'static, Nic, Others>;
+
+static mut BOARD: Option<FirstBoard> = None;
+
 /// Where `cpu` leads the first core to once there is a stack.
 extern "C" fn main() -> ! {
     cpu::pet_watchdog(START);
+    let (board, options) = set_up();
+    let (mut lost, mut busy) = (0, Duration::ZERO);
+    serve(options.watchdog, |now| {
+        // Before the look at what has arrived: what comes after it brings another interrupt.
+        board.device_mut().acknowledge();
+        let next = board.step(now);
+        busy += cpu::now() - now;
+        while let Some(event) = board.poll_event() {
+            note(event);
+            #[cfg(feature = "faults")]
+            if let BoardEvent::Trace(_) = event
+                && options.fault == Some(sumac_bare::Fault::Trace)
+                && keep::life() == 1
+            {
+                panic!("as told");
+            }
+            if matches!(event, BoardEvent::Disconnected(_)) {
+                // With QEMU's -icount shift=0 a nanosecond is an instruction.
+                let (nanos, packets) = (busy.as_nanos() as u64, board.packets_in());
+                defmt::info!("so far {=u64} ns of work over {=u64} packets that came", nanos, packets);
+            }
+        }
+        if keep::lost() > lost {
+            lost = keep::lost();
+            defmt::warn!("{=u32} bytes of the log were overwritten before they were sent", lost);
+        }
+        next
+    })
+}
+
+/// Put the board together. Its frame, with all that is moved to its place, is gone when the board serves.
+#[inline(never)]
+fn set_up() -> (&'static mut FirstBoard, BoardOptions) {
     let (life, end) = keep::begin();
-    let mut text = [0; OPTIONS_BYTES];
+    let mut text = [0; OPTIONS_MAX_BYTES];
     let options = match fw_cfg::file("opt/sumac/options", &mut text) {
         None => panic!("no options: start QEMU with -fw_cfg name=opt/sumac/options,string=..."),
         Some(text) => match BoardOptions::parse(text) {
@@ -153,31 +189,21 @@ extern "C" fn main() -> ! {
         keep::End::Fault => defmt::warn!("the life before ended by a fault"),
         keep::End::Watchdog => defmt::warn!("the life before was ended by the watchdog"),
     }
-    let mut board = Board::new(stack, node, others, bus, &options, boot_id);
-    let (mut lost, mut busy) = (0, Duration::ZERO);
+    // SAFETY: the first core alone names it, here and once.
+    let place = unsafe { &mut *&raw mut BOARD };
+    let board = place.insert(Board::new(stack, node, others, bus, &options, boot_id));
+    board.gauge_stack(stack_use);
     #[cfg(feature = "faults")]
     if let Some(fault) = options.fault.filter(|_| life == 1) {
         go_wrong(fault);
     }
-    serve(options.watchdog, |now| {
-        // Before the look at what has arrived: what comes after it brings another interrupt.
-        board.device_mut().acknowledge();
-        let next = board.step(now);
-        busy += cpu::now() - now;
-        while let Some(event) = board.poll_event() {
-            note(event);
-            if matches!(event, BoardEvent::Disconnected(_)) {
-                // With QEMU's -icount shift=0 a nanosecond is an instruction.
-                let (nanos, packets) = (busy.as_nanos() as u64, board.packets_in());
-                defmt::info!("so far {=u64} ns of work over {=u64} packets that came", nanos, packets);
-            }
-        }
-        if keep::lost() > lost {
-            lost = keep::lost();
-            defmt::warn!("{=u32} bytes of the log were overwritten before they were sent", lost);
-        }
-        next
-    })
+    (board, options)
+}
+
+/// What the stack of this core has come to.
+fn stack_use() -> Option<StackUse> {
+    let (used, of) = cpu::stack_high_water();
+    Some(StackUse { used_bytes: used as u32, of_bytes: of as u32 })
 }
 
 /// Let ranks of the host contribute by reference: the first function is the desk, the second redo memory, all others seats.
@@ -236,6 +262,7 @@ extern "C" fn further(core: usize) -> ! {
     let Some(options) = told.options.shard(core as u16) else { panic!("no port for core {core}") };
     let (stack, node) = shard(core, &options, told.boot_id, told.shards, None);
     let mut further = Further::new(stack, node, desk);
+    further.gauge_stack(stack_use);
     SERVING.store(core, Ordering::Release);
     serve(options.watchdog, |now| {
         gic::woken();
@@ -283,6 +310,7 @@ fn shard(
 fn serve(patience: Duration, mut step: impl FnMut(Instant) -> Option<Instant>) -> ! {
     loop {
         cpu::pet_watchdog(patience);
+        cpu::check_stack();
         let now = cpu::now();
         let next = step(now);
         if next.is_some_and(|at| at <= cpu::now()) || cpu::core() == 0 && log::drain() {
@@ -313,6 +341,8 @@ fn go_wrong(fault: sumac_bare::Fault) {
     defmt::info!("going wrong, as told");
     match fault {
         sumac_bare::Fault::Panic => panic!("as told"),
+        // What is in the trace by then, and not sent, has to come out in the next life: see `main`.
+        sumac_bare::Fault::Trace => 0,
         // SAFETY: none: there is nothing at that address, which is the point.
         sumac_bare::Fault::Access => unsafe { (0x80_0000_0000 as *const u32).read_volatile() },
         sumac_bare::Fault::Hang => {

@@ -6,7 +6,7 @@
 //! - a function decodes its BARs only when they have their places, which do not overlap;
 //! - the memory is given out once, and as atomics, as the host writes there at the same time.
 
-use crate::cpu::{PCI_CONFIG, PCI_MEMORY, PCI_WINDOW};
+use crate::cpu::{self, PCI_CONFIG, PCI_MEMORY, PCI_WINDOW};
 use bitflags::bitflags;
 use core::ptr::NonNull;
 use core::slice;
@@ -109,5 +109,8 @@ fn place(configuration: VolatilePtr<'_, Configuration, ReadWrite>, registers: u3
     configuration.bar2().write(address as u32);
     configuration.bar3().write((address >> 32) as u32);
     configuration.command().write(configuration.command().read() | Command::MEMORY.bits());
+    // Registers and memory are of two kinds, which nothing else orders; to read what was written has it arrive.
+    let _ = configuration.command().read();
+    cpu::settle();
     Some((start, len_bytes))
 }

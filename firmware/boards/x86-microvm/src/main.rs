@@ -10,7 +10,9 @@ mod fw_cfg;
 
 use core::fmt::{self, Write};
 use core::sync::atomic::{AtomicU32, Ordering};
-use sumac_bare::{Alone, Board, BoardEvent, BoardOptions, Buffers, MAX_PACKET_LEN_BYTES, RX_PACKETS, Stack};
+use sumac_bare::{
+    Alone, Board, BoardEvent, BoardOptions, Buffers, MAX_PACKET_LEN_BYTES, OPTIONS_MAX_BYTES, RX_PACKETS, Stack,
+};
 use sumac_device::{Memory, Node, NodeConfig, Storage};
 use sumac_hal::ids::BootId;
 use sumac_hal::shard::Shard;
@@ -62,7 +64,7 @@ extern "C" fn main() -> ! {
         LIVES[1].store(0, Ordering::Relaxed);
     }
     let life = LIVES[1].fetch_add(1, Ordering::Relaxed) + 1;
-    let mut text = [0; 512];
+    let mut text = [0; OPTIONS_MAX_BYTES];
     let options = match fw_cfg::file("opt/sumac/options", &mut text).map(BoardOptions::parse) {
         None => panic!("no options: start QEMU with -fw_cfg name=opt/sumac/options,string=..."),
         Some(Err(error)) => panic!("options: {error}"),

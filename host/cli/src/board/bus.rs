@@ -6,10 +6,19 @@
 //!
 //! Invariants:
 //! - the board decides who may attach, as it knows the keys; the broker only passes on what it says;
-//! - a seat is given to another rank only when the board has done with it;
-//! - when the board begins another life, or ends, everybody is hung up on.
+//! - a seat is given to another rank only when the board has done with it, and when the rank that had it has hung up: its
+//!   program's buffers are there until then, also when the board has gone long before;
+//! - when the board begins another life, or ends, everybody is hung up on;
+//! - who has dialled and says nothing keeps nobody waiting.
+//!
+//! Ranks are processes of one user. One that hangs up and goes on writing to the seat that it had spoils the values of the
+//! next one's program, as it could by a debugger, and nothing of the board's.
+
+#[cfg(test)]
+mod tests;
 
 use anyhow::{Context, Result};
+use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
@@ -33,6 +42,12 @@ const LOOK: Duration = Duration::from_millis(5);
 
 /// How long a rank may take to say which one it is.
 const SAY_LIMIT: Duration = Duration::from_secs(5);
+
+/// How many may be about to say it; one more, and the one that has had most time is hung up on.
+const DIALLED_MAX: usize = 64;
+
+/// Answers taken from the board at a time.
+const ANSWERS_PER_TURN: usize = 64;
 
 /// The first device number on the bus: 0 is its bridge.
 const FIRST_DEVICE: usize = 1;
@@ -72,9 +87,9 @@ impl Broker {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         let arena_len_bytes = (seat_len_bytes - ARENA_OFFSET_BYTES) as u64;
-        let seats = seats.into_iter().map(|memory| Seat { memory, state: State::Free }).collect();
+        let seats = seats.into_iter().map(Seat::new).collect();
         let run = move || {
-            let mut desk = Desk { memory: &desk, life: None, redo, seats, arena_len_bytes, dialled: Vec::new() };
+            let mut desk = Desk::new(&desk, redo, seats, arena_len_bytes);
             while !stopped.load(Ordering::Acquire) {
                 desk.turn(&listener);
             }
@@ -107,20 +122,63 @@ impl Told {
     }
 }
 
-/// A seat, and who has it.
+/// A seat, who has it, and what the board has of it.
 struct Seat {
     memory: BarMemory,
-    state: State,
+    rank: Rank,
+    board: Has,
 }
 
-enum State {
-    Free,
-    /// The board is asked.
-    Asked(Connection),
-    /// A rank has it. The bells are its to ring; the board looks by itself.
-    Taken(Connection),
-    /// The rank is gone, and the board may still have use for its memory.
-    Leaving,
+/// Who has a seat.
+enum Rank {
+    Nobody,
+    There(Connection),
+    /// It was hung up on, and may still have buffers there.
+    HungUpOn(Connection),
+}
+
+/// What the board has of a seat.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Has {
+    Nothing,
+    /// It is asked whether the rank may have it.
+    Request,
+    Rank,
+    /// It knows that the rank is gone, and may still have use for the memory.
+    Remains,
+}
+
+impl Seat {
+    const fn new(memory: BarMemory) -> Self {
+        Self { memory, rank: Rank::Nobody, board: Has::Nothing }
+    }
+
+    const fn is_free(&self) -> bool {
+        matches!((&self.rank, self.board), (Rank::Nobody, Has::Nothing))
+    }
+
+    /// Hang up on the rank, if there is one.
+    fn hang_up(&mut self) {
+        self.rank = match std::mem::replace(&mut self.rank, Rank::Nobody) {
+            Rank::There(connection) => {
+                // It fails where the rank is gone already, which is heard next.
+                let _ = connection.hang_up();
+                Rank::HungUpOn(connection)
+            }
+            other => other,
+        };
+    }
+
+    /// See whether the rank has hung up, or says what it should not.
+    fn watch(&mut self) {
+        let (Rank::There(connection) | Rank::HungUpOn(connection)) = &self.rank else { return };
+        match connection.receive(Duration::ZERO) {
+            Err(SocketError::Timeout(_)) => {}
+            // The system has no other way to tell either.
+            Err(SocketError::Closed | SocketError::System { .. }) => self.rank = Rank::Nobody,
+            _ => self.hang_up(),
+        }
+    }
 }
 
 /// One life of the board, with the rings that it has made.
@@ -137,13 +195,22 @@ struct Desk<'a> {
     seats: Vec<Seat>,
     arena_len_bytes: u64,
     /// Ranks that have not said which ones they are, and since when.
-    dialled: Vec<(Connection, Instant)>,
+    dialled: VecDeque<(Connection, Instant)>,
 }
 
-impl Desk<'_> {
+impl<'a> Desk<'a> {
+    const fn new(memory: &'a BarMemory, redo: Region, seats: Vec<Seat>, arena_len_bytes: u64) -> Self {
+        Self { memory, life: None, redo, seats, arena_len_bytes, dialled: VecDeque::new() }
+    }
+
     fn turn(&mut self, listener: &Listener) {
         match listener.accept(LOOK) {
-            Ok(Some(connection)) => self.dialled.push((connection, Instant::now())),
+            Ok(Some(connection)) => {
+                if self.dialled.len() == DIALLED_MAX {
+                    self.dialled.pop_front();
+                }
+                self.dialled.push_back((connection, Instant::now()));
+            }
             Ok(None) => {}
             Err(error) => {
                 tracing::warn!(%error, "a rank can't attach");
@@ -153,10 +220,11 @@ impl Desk<'_> {
         }
         self.follow_life();
         self.hear_dialled();
-        while let Some(answer) = self.answer() {
+        for _ in 0..ANSWERS_PER_TURN {
+            let Some(answer) = self.answer() else { break };
             self.take_in(answer);
         }
-        self.watch_taken();
+        self.watch_seats();
     }
 
     /// See whether the board is in another life: then nobody is seated any more.
@@ -168,7 +236,13 @@ impl Desk<'_> {
         }
         if self.life.take().is_some() {
             tracing::info!("the board has ended a life: hanging up on its ranks");
-            self.seats.iter_mut().for_each(|seat| seat.state = State::Free);
+            for seat in &mut self.seats {
+                match std::mem::replace(&mut seat.board, Has::Nothing) {
+                    // It has been given nothing.
+                    Has::Request => seat.rank = Rank::Nobody,
+                    _ => seat.hang_up(),
+                }
+            }
         }
         self.life = probed.and_then(|(bar, identity)| {
             let queue = bar.queue(0)?;
@@ -195,13 +269,22 @@ impl Desk<'_> {
     fn hear_dialled(&mut self) {
         for (connection, since) in std::mem::take(&mut self.dialled) {
             match connection.receive(Duration::ZERO) {
-                Err(SocketError::Timeout(_)) if since.elapsed() < SAY_LIMIT => self.dialled.push((connection, since)),
+                Err(SocketError::Timeout(_)) if since.elapsed() < SAY_LIMIT => {
+                    self.dialled.push_back((connection, since));
+                }
                 Ok(Received { message: Message::Attach { group, child, key }, .. }) => {
-                    let free = self.seats.iter().position(|seat| matches!(seat.state, State::Free));
+                    let free = self.seats.iter().position(Seat::is_free);
                     let asked = free.filter(|&at| self.ask(DeskRequest::Seat { seat: at as u16, group, child, key }));
                     match asked {
-                        Some(at) => self.seats[at].state = State::Asked(connection),
-                        None => refuse(&connection, AttachRefusal::NoRoom),
+                        Some(at) => {
+                            let seat = &mut self.seats[at];
+                            (seat.rank, seat.board) = (Rank::There(connection), Has::Request);
+                        }
+                        None => {
+                            let (seats, ready) = (self.seats.len(), self.life.is_some());
+                            tracing::warn!(seats, ready, "no seat for a rank; `sumac image run --seats` says how many");
+                            refuse(&connection, AttachRefusal::NoRoom);
+                        }
                     }
                 }
                 // It has hung up, or says what it should not.
@@ -211,48 +294,44 @@ impl Desk<'_> {
     }
 
     fn take_in(&mut self, answer: DeskAnswer) {
+        let (DeskAnswer::Seated { seat, .. } | DeskAnswer::Refused { seat, .. } | DeskAnswer::Left { seat }) = answer
+        else {
+            return;
+        };
+        let Some(seat) = self.seats.get_mut(usize::from(seat)) else { return };
         match answer {
-            DeskAnswer::Seated { seat, offset_bytes, slot_len_bytes, slots } => {
+            DeskAnswer::Seated { offset_bytes, slot_len_bytes, slots, .. } if seat.board == Has::Request => {
+                seat.board = Has::Rank;
+                let Rank::There(connection) = &seat.rank else { return };
                 let redo = Message::Redo { offset_bytes, slot_len_bytes, slots };
-                let Some(at) = self.seats.get_mut(usize::from(seat)) else { return };
-                let State::Asked(connection) = std::mem::replace(&mut at.state, State::Leaving) else { return };
-                match hand_over(&connection, &at.memory, &self.redo, redo, self.arena_len_bytes) {
-                    Ok(()) => at.state = State::Taken(connection),
-                    Err(error) => {
-                        tracing::warn!(%error, "a rank did not take its seat");
-                        self.leave(seat);
-                    }
+                if let Err(error) = hand_over(connection, &seat.memory, &self.redo, redo, self.arena_len_bytes) {
+                    tracing::warn!(%error, "a rank did not take its seat");
+                    seat.hang_up();
                 }
             }
-            DeskAnswer::Refused { seat, reason } => {
-                let Some(at) = self.seats.get_mut(usize::from(seat)) else { return };
-                if let State::Asked(connection) = std::mem::replace(&mut at.state, State::Free) {
+            DeskAnswer::Refused { reason, .. } if seat.board == Has::Request => {
+                if let Rank::There(connection) = std::mem::replace(&mut seat.rank, Rank::Nobody) {
                     refuse(&connection, reason);
                 }
+                seat.board = Has::Nothing;
             }
-            DeskAnswer::Left { seat } => {
-                if let Some(at) = self.seats.get_mut(usize::from(seat)) {
-                    at.state = State::Free;
-                }
+            DeskAnswer::Left { .. } if matches!(seat.board, Has::Rank | Has::Remains) => {
+                seat.board = Has::Nothing;
+                seat.hang_up();
             }
-            _ => {}
+            _ => tracing::warn!(?answer, "the board answers what it was not asked"),
         }
     }
 
-    /// See who has hung up.
-    fn watch_taken(&mut self) {
-        for seat in 0..self.seats.len() {
-            let State::Taken(connection) = &self.seats[seat].state else { continue };
-            if !matches!(connection.receive(Duration::ZERO), Err(SocketError::Timeout(_))) {
-                self.leave(seat as u16);
+    /// See who has hung up, and tell the board; where it can't be told now, the next turn tries again.
+    fn watch_seats(&mut self) {
+        for at in 0..self.seats.len() {
+            let seat = &mut self.seats[at];
+            seat.watch();
+            let is_left = seat.board == Has::Rank && !matches!(seat.rank, Rank::There(_));
+            if is_left && self.ask(DeskRequest::Leave { seat: at as u16 }) {
+                self.seats[at].board = Has::Remains;
             }
-        }
-    }
-
-    /// Tell the board that a rank is gone; where it can't be told now, the next turn tries again.
-    fn leave(&mut self, seat: u16) {
-        if self.ask(DeskRequest::Leave { seat }) {
-            self.seats[usize::from(seat)].state = State::Leaving;
         }
     }
 }

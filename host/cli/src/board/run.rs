@@ -22,6 +22,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::thread;
 use sumac::comm::DEFAULT_PORT;
+use sumac_bare::{BoardOptions, OPTIONS_MAX_BYTES};
 use sumac_hal::ctrl::MAX_NAME_LEN;
 
 /// `sumac image run`.
@@ -109,7 +110,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     if let Some((_, told)) = &bus {
         lines += &told.options;
     }
-    args.option.iter().for_each(|option| lines += &format!("{option}\n"));
+    let lines = with_options(lines, &args.option).map_err(Failure::Input)?;
     std::fs::write(&options, lines).context("can't write the board's options").map_err(Failure::Run)?;
     let mut command = cluster::supervised().map_err(Failure::run)?;
     command.arg("emulate").arg("--").args(qemu(args.board, port, args.cores));
@@ -118,6 +119,21 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     command.arg("-kernel").arg(&image).args(&args.qemu_arg);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
     supervise(command, log.as_ref())
+}
+
+/// Add further options, each of which the board has to be able to read: one that can't would begin life after life with it.
+fn with_options(mut lines: String, further: &[String]) -> anyhow::Result<String> {
+    // Tests have images that fail when they are told to; only those know this key.
+    let is_known = |line: &&str| !line.starts_with("fault=");
+    for option in further {
+        let _ = writeln!(lines, "{option}");
+        let known: Vec<_> = lines.lines().filter(is_known).collect();
+        BoardOptions::parse(&known.join("\n")).with_context(|| format!("--option {option}"))?;
+    }
+    match lines.len() {
+        0..=OPTIONS_MAX_BYTES => Ok(lines),
+        len => Err(anyhow!("--option: all options together are {len} bytes, and a board keeps {OPTIONS_MAX_BYTES}")),
+    }
 }
 
 /// Start the broker, if ranks are to be seated.
@@ -202,5 +218,32 @@ fn supervise(mut command: Command, text: Option<&LogText>) -> Result<(), Failure
         // What it said is on stderr.
         Some(code) => Err(Failure::Run(anyhow!("the emulator ended with status {code}"))),
         None => Err(Failure::Run(anyhow!("the emulator was ended ({status})"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_that_the_board_can_t_read_are_named_before_it_boots() {
+        let base = "name=leaf0\ncontroller=127.0.0.1:1\nip=10.0.2.15/24\ngateway=10.0.2.2\nlisten=7100\n";
+        let with = |options: &[&str]| {
+            let options: Vec<_> = options.iter().map(|&option| option.into()).collect();
+            with_options(base.into(), &options).map_err(|error| format!("{error:#}"))
+        };
+        let good = with(&["watchdog_ms=5000", "fault=panic"]).expect("the board takes it");
+        assert_eq!(good, format!("{base}watchdog_ms=5000\nfault=panic\n"));
+        for (options, says) in [
+            (&["watchdog_ms=5000", "watchdg_ms=5000"][..], "--option watchdg_ms=5000: line 7: unknown key"),
+            (&["watchdog_ms=5"], "--option watchdog_ms=5: watchdog_ms=\"5\" is not a time from 100 to 600000 ms"),
+            (&["data=here"], "--option data=here: data=\"here\" is not an IPv4 address and port"),
+            (&["machine=m"], "--option machine=m: no socket"),
+        ] {
+            let error = with(options).expect_err("wrong");
+            assert!(error.contains(says), "{error}");
+        }
+        let error = with(&[&format!("{:500}=x", "#"), "watchdog_ms=5000"]).expect_err("too long");
+        assert!(error.contains("a board keeps 512"), "{error}");
     }
 }

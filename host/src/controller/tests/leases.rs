@@ -65,6 +65,7 @@ fn what_an_earlier_controller_has_left_is_waited_for() {
                 trees: 1,
                 slots_used: used.load(Ordering::Relaxed),
                 slot_memory_used_bytes: 0,
+                stack: None,
                 counters: Counters::default(),
             }))
         }
@@ -141,4 +142,26 @@ fn a_device_that_did_not_renew_in_time_is_used_again() {
     assert_eq!(released(&device), group);
     let told = second.hear_all();
     assert!(matches!(told, ClientReply::Offer { view: 0 } | ClientReply::Queued(_)), "{told:?}");
+}
+
+/// A machine that is reset closes no connection, and comes back under its name.
+#[test]
+fn a_device_that_comes_again_has_the_controller_ask_its_earlier_life() {
+    let controller = quick();
+    let welcomed = AtomicBool::new(false);
+    let answer = move |request: &Request| match request {
+        Request::Hello if welcomed.swap(true, Ordering::Relaxed) => Reply::NoneAnyMore,
+        _ => Reply::Yes,
+    };
+    let device = Device::serve(&controller, announce("leaf0", 1, None), answer);
+    let mut again = TcpStream::connect(controller.local_addr()).expect("a controller");
+    let next_life = Announce { boot_id: BootId(2), ..announce("leaf0", 1, None) };
+    send(&mut again, &Greeting::Device(next_life.clone())).expect("it listens");
+    assert_eq!(device.stopped.recv_timeout(GREETING_TIMEOUT), Ok(Request::Hello));
+    // What a machine says to packets of a connection that it does not know.
+    device.stream.shutdown(std::net::Shutdown::Both).expect("it is open");
+    while !status(controller.local_addr()).expect("a report").devices.is_empty() {
+        thread::yield_now();
+    }
+    let _device = Device::serve(&controller, next_life, |_| Reply::Yes);
 }

@@ -1,0 +1,93 @@
+//! Ranks that fill buffers while their board is reset, and others that get seats meanwhile (`tests/boards/run`).
+//!
+//!     kept CONTROLLER     listens there as the controller; the ranks come when a line on stdin says that the board has
+//!
+//! The line `filled` says that the buffers are; when another line says that the board is in its next life, other ranks
+//! reduce, and the first ones get further buffers. What their first ones hold, in memory that a board shares, is to be theirs
+//! until they drop it. Exit status 101: something was otherwise.
+
+use std::io::stdin;
+use std::sync::Barrier;
+use std::thread;
+use std::time::{Duration, Instant};
+use sumac::controller::{Controller, ControllerConfig};
+use sumac::{Algo, Attach, CallOptions, Communicator, JoinConfig, ReduceOp};
+
+const RANKS: u64 = 2;
+const COUNT: usize = 100_000;
+const LONG: Duration = Duration::from_secs(30);
+
+/// Have two ranks of a job reduce, and do something with what they hold then.
+fn job<R: Send>(
+    controller: &Controller,
+    job: &str,
+    with: impl Fn(u64, &Communicator, &mut [u64]) -> R + Sync,
+) -> Vec<R> {
+    let rank = |number: u64| {
+        let config = JoinConfig {
+            attach: Attach::Shm,
+            ..JoinConfig::new(controller.local_addr(), job, number as u32, RANKS as u32)
+        };
+        let comm = Communicator::join(config).expect("join");
+        let tree = CallOptions { algo: Some(Algo::Tree), ..CallOptions::default() };
+        let mut buffer = comm.alloc::<u64>(COUNT).expect("memory");
+        assert!(buffer.is_registered(), "there is no seat");
+        buffer.fill(number + 1);
+        comm.all_reduce_with(&mut buffer[..], ReduceOp::Sum, &tree).expect("the tree is there");
+        assert!(buffer.iter().all(|&value| value == 3));
+        with(number, &comm, &mut buffer)
+    };
+    thread::scope(|scope| {
+        let rank = &rank;
+        let ranks: Vec<_> = (0..RANKS).map(|number| scope.spawn(move || rank(number))).collect();
+        ranks.into_iter().map(|rank| rank.join().expect("a rank panicked")).collect()
+    })
+}
+
+/// Get memory that the board reaches again, all ranks of a job.
+fn allocate_in_the_next_life(comm: &Communicator) {
+    let until = Instant::now() + LONG;
+    loop {
+        let buffer = comm.alloc::<u64>(COUNT).expect("memory");
+        let mut all = [u64::from(buffer.is_registered())];
+        comm.all_reduce(&mut all, ReduceOp::Min).expect("by some way");
+        if all == [1] {
+            return;
+        }
+        assert!(Instant::now() < until, "the ranks are not back at their board");
+    }
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    // A rank that fails ends all: others may wait for it.
+    let say = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        say(info);
+        std::process::exit(101);
+    }));
+    let listen = std::env::args().nth(1).ok_or("usage: kept CONTROLLER")?.parse()?;
+    let controller = Controller::start(ControllerConfig { listen, ..ControllerConfig::new() })?;
+    stdin().read_line(&mut String::new())?;
+    let [filled, over] = [(); 2].map(|()| Barrier::new(RANKS as usize + 1));
+    thread::scope(|scope| {
+        let first = scope.spawn(|| {
+            job(&controller, "first", |number, comm, buffer| {
+                buffer.iter_mut().zip(number..).for_each(|(value, index)| *value = index * 7);
+                filled.wait();
+                // It computes, and calls nothing.
+                over.wait();
+                allocate_in_the_next_life(comm);
+                buffer.iter().zip(number..).filter(|&(&value, index)| value != index * 7).count()
+            })
+        });
+        filled.wait();
+        println!("filled");
+        stdin().read_line(&mut String::new()).expect("a line");
+        job(&controller, "second", |_, _, _| ());
+        over.wait();
+        let wrong = first.join().expect("a rank panicked");
+        assert_eq!(wrong, [0, 0], "elements that are others'");
+    });
+    println!("buffers of {COUNT} elements kept, 0 wrong");
+    Ok(())
+}

@@ -1,0 +1,255 @@
+//! A rank's seat at a board, without what keeps an honest rank from breaking rules.
+
+use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+use sumac::controller::Session;
+use sumac::controller::proto::{JoinRequest, Terms, TreeMembership};
+use sumac::{Attach, Collective, Dtype, Order, ReduceOp};
+use sumac_hal::dma::{Address, RegionKey};
+use sumac_hal::ids::{ChunkNo, Rank};
+use sumac_hal::mmio::desk::{ARENA_OFFSET_BYTES, SEAT_DEPTH};
+use sumac_hal::mmio::{
+    AdminCommand, COMPLETION_WORDS, CompletionEntry, Contribution, EntryStatus, SUBMISSION_WORDS, SubmissionEntry,
+    queue_stride_bytes,
+};
+use sumac_hal::ring::{Consumer, Producer};
+use sumac_hal::shm::{AttachRefusal, BarMemory, Connection, Function, FunctionRing, Message, SocketError, machine};
+
+const LONG: Duration = Duration::from_secs(20);
+
+/// Where the first queue's block begins in a function (`sumac_hal::mmio`).
+const QUEUES_OFFSET: usize = 0x2000;
+
+/// Numbers that a seed makes (splitmix64).
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ mixed >> 31
+    }
+
+    pub(crate) fn below(&mut self, end: u64) -> u64 {
+        self.next() % end
+    }
+
+    fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+        of[self.below(of.len() as u64) as usize]
+    }
+}
+
+/// Numbers about which a length is checked.
+pub(crate) struct Edges([u64; 12]);
+
+impl Edges {
+    pub(crate) const fn of(len: u64) -> Self {
+        Self([0, 0, 1, 4, 7, 8, len - 8, len, len + 1, 1 << 63, u64::MAX - 7, u64::MAX])
+    }
+
+    pub(crate) fn pick(&self, random: &mut Random) -> u64 {
+        random.pick(&self.0)
+    }
+}
+
+/// A rank that has joined a job of two.
+pub(crate) struct Joined {
+    pub(crate) tree: TreeMembership,
+    session: Session,
+}
+
+/// The ends of a queue.
+pub(crate) struct Ends {
+    submissions: Producer<FunctionRing<SUBMISSION_WORDS>, SUBMISSION_WORDS>,
+    completions: Consumer<FunctionRing<COMPLETION_WORDS>, COMPLETION_WORDS>,
+}
+
+/// A rank in its seat.
+pub(crate) struct Seat {
+    pub(crate) tree: TreeMembership,
+    pub(crate) queues: [Ends; 2],
+    pub(crate) arena_len_bytes: u64,
+    connection: Connection,
+    /// The same memory as the function's, to write to as one likes.
+    memory: BarMemory,
+    _session: Session,
+}
+
+/// Have two ranks join a job of their own.
+pub(crate) fn join(controller: SocketAddr, job: &str) -> [Joined; 2] {
+    let rank = |number| {
+        let request = JoinRequest {
+            job: job.into(),
+            rank: Rank(number),
+            world: 2,
+            host: None,
+            order: Order::TreeFold,
+            mesh_addr: ([127, 0, 0, 1], 9).into(),
+            repair_addr: ([127, 0, 0, 1], 9).into(),
+            max_packet_len_bytes: 65_000,
+            attach: Attach::Shm,
+            machine: machine(),
+            terms: Terms::default(),
+        };
+        let (session, membership) = Session::join(controller, request, LONG, |_| None).expect("join");
+        Joined { tree: membership.tree.expect("a tree"), session }
+    };
+    thread::scope(|scope| {
+        let ranks = [0, 1].map(|number| scope.spawn(move || rank(number)));
+        ranks.map(|rank| rank.join().expect("a rank panicked"))
+    })
+}
+
+pub(crate) fn connect(tree: &TreeMembership, hello: &Message) -> Connection {
+    let socket = &tree.bus.as_ref().expect("by reference").socket;
+    let connection = Connection::open(socket, LONG).expect("the broker listens");
+    connection.send(hello, None).expect("it is open");
+    connection
+}
+
+pub(crate) fn refusal(connection: &Connection) -> AttachRefusal {
+    match connection.receive(LONG).expect("an answer").message {
+        Message::Refused { reason } => reason,
+        other => panic!("{other:?}"),
+    }
+}
+
+impl Joined {
+    pub(crate) fn attach(self) -> Seat {
+        let Self { tree, session } = self;
+        let hello = Message::Attach { group: tree.group, child: tree.child, key: tree.key };
+        let connection = connect(&tree, &hello);
+        let next = || connection.receive(LONG).expect("a message");
+        let file = next().file.expect("the function");
+        let memory = BarMemory::open(file.try_clone().expect("a descriptor"), 1 << 30).expect("its memory");
+        let (function, _) = Function::open(file).expect("a function");
+        let queues = [0, 1].map(|index| {
+            let queue = function.queue(index).expect("a queue");
+            assert_eq!(next().message, Message::Bell { queue: index });
+            Ends { submissions: Producer::new(queue.submissions), completions: Consumer::new(queue.completions) }
+        });
+        assert!(matches!(next().message, Message::Redo { .. }));
+        let Message::Arena { len_bytes, .. } = next().message else { panic!("an arena") };
+        Seat { tree, queues, arena_len_bytes: len_bytes, connection, memory, _session: session }
+    }
+}
+
+impl Ends {
+    pub(crate) fn push(&mut self, words: &[u64; SUBMISSION_WORDS]) {
+        assert!(self.try_push(words), "there is room");
+    }
+
+    /// The same; false if there is no room, or no ring any more.
+    pub(crate) fn try_push(&mut self, words: &[u64; SUBMISSION_WORDS]) -> bool {
+        self.submissions.push(words) == Ok(true)
+    }
+
+    /// Take the next answer out if it is there.
+    pub(crate) fn poll(&mut self) -> Option<CompletionEntry> {
+        let words = self.completions.pop().expect("an honest board")?;
+        Some(CompletionEntry::parse(&words).expect("an entry"))
+    }
+}
+
+impl Seat {
+    /// Wait for the next answer on a queue.
+    pub(crate) fn answer(&mut self, queue: usize) -> CompletionEntry {
+        let deadline = Instant::now() + LONG;
+        loop {
+            if let Some(entry) = self.queues[queue].poll() {
+                return entry;
+            }
+            assert!(Instant::now() < deadline, "no answer");
+            thread::yield_now();
+        }
+    }
+
+    pub(crate) fn command(&mut self, command: AdminCommand) -> (EntryStatus, u64) {
+        self.queues[0].push(&SubmissionEntry::Admin { cookie: 77, command }.emit());
+        match self.answer(0) {
+            CompletionEntry::Admin { status, cookie: 77, value } => (status, value),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub(crate) fn register(&mut self, handle: u64, len_bytes: u64) -> Result<RegionKey, EntryStatus> {
+        match self.command(AdminCommand::Register { handle, offset_bytes: 0, len_bytes }) {
+            (EntryStatus::Result, value) => Ok(RegionKey::from_bits(value).expect("a key")),
+            (status, _) => Err(status),
+        }
+    }
+
+    /// Wait until the broker hangs up.
+    pub(crate) fn wait_for_end(&self) {
+        match self.connection.receive(LONG) {
+            Err(SocketError::Closed) => {}
+            other => panic!("who breaks a ring is hung up on: {other:?}"),
+        }
+    }
+
+    /// Write the index of a ring that this side writes: how many entries were submitted, or completions taken.
+    pub(crate) fn write_index(&self, queue: u32, completions: bool, index: u32) {
+        // In each block: submissions produced, then 0x100 further on completions consumed in the second line.
+        let line = if completions { 0x180 } else { 0 };
+        let at = QUEUES_OFFSET + queue as usize * queue_stride_bytes(SEAT_DEPTH) + line;
+        self.memory.words()[at / 8].store(index.into(), Ordering::SeqCst);
+    }
+
+    /// Write over so many words of the function, anywhere.
+    pub(crate) fn scribble(&self, random: &mut Random, words: usize) {
+        let all = &self.memory.words()[..ARENA_OFFSET_BYTES / 8];
+        (0..words).for_each(|_| all[random.below(all.len() as u64) as usize].store(random.next(), Ordering::Relaxed));
+    }
+
+    /// A contribution to the first chunk that nothing is wrong with, but perhaps the region.
+    pub(crate) fn contribution(&self, region: RegionKey) -> Contribution {
+        let at = Some(Address { region, offset_bytes: 0 });
+        Contribution {
+            group: self.tree.group,
+            epoch: self.tree.epoch,
+            seq: ChunkNo(0),
+            count: 1,
+            elements: u32::from(self.tree.chunk_len_bytes) / 4,
+            lag: 0,
+            collective: Collective::AllReduce,
+            dtype: Some(Dtype::F32),
+            op: Some(ReduceOp::Sum),
+            root: Rank(0),
+            total: 1 << 20,
+            signature: 1,
+            src: at,
+            dst: at,
+        }
+    }
+
+    /// A contribution whose every field is what it may be, or an edge of that.
+    pub(crate) fn edge_contribution(&self, own: RegionKey, random: &mut Random) -> Contribution {
+        let good = self.contribution(own);
+        let window = u64::from(self.tree.window_max);
+        let address = |random: &mut Random| {
+            let index = random.pick(&[own.index, own.index, 0, 1, 511, 512, u16::MAX]);
+            let generation = random.pick(&[own.generation, own.generation, 0, 1, 2, u32::MAX]);
+            let offset_bytes = random.pick(&[0, 0, 8, 4, 1 << 16, (1 << 16) - 8, (1 << 48) - 1]);
+            random.pick(&[None, Some(Address { region: RegionKey { index, generation }, offset_bytes })])
+        };
+        Contribution {
+            // Now and then one that waits for a window that never opens: behind it nothing is taken any more.
+            seq: ChunkNo(random.pick(&[0, 0, 1, 2, 15, 16, window - 1, 1 << 40, u64::MAX])),
+            count: random.pick(&[1, 1, 2, 16, 17, u16::MAX]),
+            elements: random.pick(&[0, 1, good.elements, 2 * good.elements, 16 * good.elements, u32::MAX]),
+            lag: random.pick(&[0, 0, 1, 16, u16::MAX]),
+            collective: random.pick(Collective::ALL),
+            dtype: random.pick(&[None, Some(Dtype::F32), Some(Dtype::I8), Some(Dtype::Bf16), Some(Dtype::F64)]),
+            op: random.pick(&[None, Some(ReduceOp::Sum), Some(ReduceOp::Avg), Some(ReduceOp::Bxor)]),
+            root: Rank(random.pick(&[0, 1, 2, 65_535])),
+            total: random.pick(&[0, 1, 1 << 20, (1 << 40) - 1]),
+            signature: random.pick(&[1, 1, 0, u32::MAX]),
+            src: address(random),
+            dst: address(random),
+            ..good
+        }
+    }
+}
