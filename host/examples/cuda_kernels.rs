@@ -1,8 +1,8 @@
 //! Compiles the GPU's kernels, all or some, and tells what became of them; see `tests/gpu/compile`.
 //!
-//! `cuda_kernels [--some] ARCH...` compiles every kernel for each architecture (80, 90, 100) and prints registers and sizes;
-//! with `--some` one operator of every type, and every operator of an integer and a float;
-//! `cuda_kernels --ptx FOLDER ARCH` writes every kernel's PTX, for machines without the compiler.
+//! `cuda_kernels [--some] ARCH...` compiles every kernel for each architecture (80, 90, 100) and prints registers and
+//! sizes; with `--some` one operator of every type, and every operator of an integer and a float; `cuda_kernels --ptx
+//! FOLDER ARCH` writes every kernel's PTX, for machines without the compiler.
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;

@@ -1,9 +1,9 @@
 //! Checks and measures the GPU's side on a machine that has a GPU; see `tests/gpu/run`.
 //!
 //! `gpu check` compares every type, operator and algorithm with float64 references and with the bits of the double;
-//! `gpu rehearse` does the same to the double, where there is no GPU; `gpu measure` prints tables. `--kernels FOLDER` takes compiled kernels from there where there is no compiler, `--packed
-//! FOLDER` in any case.
-//! Exit status: 0, 1 for a wrong result, 2 for wrong usage, 77 where there is no GPU.
+//! `gpu rehearse` does the same to the double, where there is no GPU; `gpu measure` prints tables. `--kernels FOLDER`
+//! takes compiled kernels from there where there is no compiler, `--packed FOLDER` in any case. Exit status: 0, 1 for
+//! a wrong result, 2 for wrong usage, 77 where there is no GPU.
 
 #[path = "gpu/check.rs"]
 mod check;

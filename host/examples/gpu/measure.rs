@@ -45,9 +45,7 @@ fn timed(
         while !cuda.is_done(&end)? {
             std::hint::spin_loop();
         }
-        let elapsed = begin.elapsed_ms(&end);
-        let elapsed = elapsed.map_err(|error| GpuError::Lost(error.to_string()))?;
-        times.push(f64::from(elapsed) / 1e3);
+        times.push(cuda.elapsed_us(&begin, &end)? / 1e6);
     }
     Ok(median(times))
 }

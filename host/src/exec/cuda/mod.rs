@@ -5,8 +5,8 @@
 //! ([`compile`]) or were compiled before and lie in a folder.
 //!
 //! Without a driver, a GPU or a compiler nothing panics: [`Cuda::open`] and [`Cuda::load`] say what is missing. The
-//! library underneath panics when it misses a library or a symbol, so it is asked first: for the driver and its version,
-//! and for the compiler.
+//! library underneath panics when it misses a library or a symbol, so it is asked first: for the driver and its
+//! version, and for the compiler.
 //!
 //! Invariants:
 //! - every pointer that a launch gets lies in memory whose share is in the caller's hands, and within its length;
@@ -16,9 +16,12 @@ mod bulk;
 pub mod compile;
 mod launch;
 mod memory;
+mod nccl;
+mod peers;
 
 pub use compile::{CompiledKernel, Target};
 pub use memory::{CudaMemory, CudaPinned};
+pub use nccl::CudaNccl;
 
 use super::gpu::{Absent, Fused, Gpu, GpuError, Part};
 use cudarc::driver::{
@@ -99,7 +102,8 @@ impl Cuda {
         Self::with((context, options), (capability, multiprocessors.unsigned_abs().max(1)), Arc::default())
     }
 
-    /// Return the same GPU for another group, with the code that it has: a group that gives up stops only its own passes.
+    /// Return the same GPU for another group, with the code that it has: a group that gives up stops only its own
+    /// passes.
     ///
     /// # Errors
     /// What the driver says.
@@ -158,15 +162,6 @@ impl Cuda {
     pub unsafe fn borrow_stream(&self, handle: u64) -> Arc<CudaStream> {
         // SAFETY: the caller's.
         unsafe { self.context.wrap_borrowed_stream(handle as usize as sys::CUstream) }
-    }
-
-    /// Return an event that tells the time, for [`CudaEvent::elapsed_ms`].
-    ///
-    /// # Errors
-    /// What the driver says.
-    pub fn timer(&self) -> Result<CudaEvent, GpuError> {
-        let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
-        self.context.new_event(flags).map_err(|error| driver("an event", error))
     }
 
     /// Copy into memory, and wait until it is there.
@@ -365,6 +360,16 @@ impl Gpu for Cuda {
     fn is_done(&self, event: &CudaEvent) -> Result<bool, GpuError> {
         self.bind()?;
         event.try_is_complete().map_err(|error| driver("an operation", error))
+    }
+
+    fn timer(&self) -> Result<CudaEvent, GpuError> {
+        let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
+        self.context.new_event(flags).map_err(|error| driver("an event", error))
+    }
+
+    fn elapsed_us(&self, from: &CudaEvent, to: &CudaEvent) -> Result<f64, GpuError> {
+        let elapsed_ms = from.elapsed_ms(to).map_err(|error| driver("a time", error))?;
+        Ok(f64::from(elapsed_ms) * 1e3)
     }
 
     fn capture(

@@ -1,0 +1,185 @@
+//! What ranks tell each other, and what all of them conclude from it.
+
+use super::link::by_facts;
+use super::{Bootstrap, Handle, PeerError, PeerFacts, PeerOptions, Peered, WhyStaged};
+use crate::exec::gpu::group::Patience;
+use crate::exec::gpu::nccl::{Nccl, NcclId, why_not_together};
+use crate::exec::gpu::{Gpu, GpuError};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use std::time::Instant;
+
+/// Counts the forms of what ranks tell each other.
+const VERSION: u32 = 1;
+
+/// What a rank begins with.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Hello {
+    version: u32,
+    /// What has to be the same at all ranks.
+    options: String,
+    pub(super) facts: PeerFacts,
+}
+
+/// A rank's memory, or why nobody can have it; what it is for has a number.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Shown {
+    number: u32,
+    handle: Result<Handle, String>,
+}
+
+/// Tell all ranks something, and return what each says, checked for its form.
+fn tell<T: Serialize + DeserializeOwned>(
+    bootstrap: &impl Bootstrap,
+    what: &T,
+    deadline: Instant,
+) -> Result<Vec<T>, PeerError> {
+    let malformed = |rank: usize, error: postcard::Error| PeerError::Message {
+        rank: rank as u32,
+        why: format!("a message that can't be read: {error}"),
+    };
+    let bytes = postcard::to_stdvec(what).map_err(|error| malformed(bootstrap.rank() as usize, error))?;
+    let all = bootstrap.exchange(&bytes, deadline)?;
+    if all.len() != bootstrap.ranks() as usize {
+        let why = format!("{} messages of {} ranks", all.len(), bootstrap.ranks());
+        return Err(PeerError::Message { rank: bootstrap.rank(), why });
+    }
+    let read = |(rank, bytes): (usize, &Vec<u8>)| postcard::from_bytes(bytes).map_err(|error| malformed(rank, error));
+    all.iter().enumerate().map(read).collect()
+}
+
+/// Exchange what each rank has.
+pub(super) fn hello<G: Peered>(
+    gpu: &G,
+    bootstrap: &impl Bootstrap,
+    options: &PeerOptions,
+    deadline: Instant,
+) -> Result<Vec<PeerFacts>, PeerError> {
+    let group = &options.group;
+    let same = format!(
+        "order {:?}, table {}, pieces of {}, chunks of {}, direct: {}, network first: {}, NCCL: {}",
+        group.order,
+        group.table.version,
+        group.piece_bytes,
+        options.chunk_bytes,
+        options.direct,
+        options.network_first,
+        options.nccl
+    );
+    let mine = Hello { version: VERSION, options: same, facts: gpu.facts()? };
+    let all = tell(bootstrap, &mine, deadline)?;
+    for (rank, hello) in all.iter().enumerate() {
+        let differs = |why: String| Err(PeerError::Message { rank: rank as u32, why });
+        if hello.version != VERSION {
+            return differs(format!("messages of form {}, here they are of form {VERSION}", hello.version));
+        }
+        if hello.options != mine.options {
+            return differs(format!("options {}, here they are {}", hello.options, mine.options));
+        }
+    }
+    Ok(all.into_iter().map(|hello| hello.facts).collect())
+}
+
+/// Return the first reason against the direct way that the ranks' own words have.
+pub(super) fn first_reason(facts: &[PeerFacts]) -> Option<WhyStaged> {
+    let pairs = (0..facts.len()).flat_map(|b| (0..b).map(move |a| (a, b)));
+    pairs.into_iter().find_map(|(a, b)| by_facts((a as u32, &facts[a]), (b as u32, &facts[b])))
+}
+
+/// What the ranks show each other, by rank, or why some can't see it: the same at all ranks.
+pub(super) type Seen<M> = Result<Vec<M>, WhyStaged>;
+
+/// Show a piece of own memory to all ranks and open theirs. All ranks call it with the same `number`.
+pub(super) fn show<G: Peered>(
+    gpu: &G,
+    bootstrap: &impl Bootstrap,
+    facts: &[PeerFacts],
+    (number, own): (u32, &G::Memory),
+    deadline: Instant,
+) -> Result<Seen<G::Memory>, PeerError> {
+    let me = bootstrap.rank();
+    let handle = gpu.export(own).map_err(|error| error.to_string());
+    let shown = tell(bootstrap, &Shown { number, handle }, deadline)?;
+    if let Some(rank) = shown.iter().position(|shown| shown.number != number) {
+        let why = format!("memory number {}, where this rank shows number {number}", shown[rank].number);
+        return Err(PeerError::Message { rank: rank as u32, why });
+    }
+    let opened = open_all(gpu, (me, own), facts, &shown);
+    let verdict: Result<(), WhyStaged> = opened.as_ref().map(|_| ()).map_err(Clone::clone);
+    let verdicts = tell(bootstrap, &verdict, deadline)?;
+    // The same first reason at all ranks; what this one has opened closes again.
+    Ok(verdicts.into_iter().collect::<Result<(), _>>().and(opened))
+}
+
+fn open_all<G: Peered>(gpu: &G, (me, own): (u32, &G::Memory), facts: &[PeerFacts], shown: &[Shown]) -> Seen<G::Memory> {
+    let open = |(peer, Shown { handle, .. }): (usize, &Shown)| {
+        if peer as u32 == me {
+            return Ok(own.clone());
+        }
+        let refused = |why: String| WhyStaged::Opening { rank: me, peer: peer as u32, why };
+        let handle = handle.as_ref().map_err(|why| refused(why.clone()))?;
+        gpu.reach(&facts[peer])?;
+        gpu.open(&facts[peer], handle).map_err(|error| refused(error.to_string()))
+    };
+    shown.iter().enumerate().map(open).collect()
+}
+
+/// Return how many ranks share the busiest GPU.
+pub(super) fn crowd(facts: &[PeerFacts]) -> u32 {
+    let same = |a: &PeerFacts, b: &PeerFacts| a.gpu == b.gpu && a.host == b.host;
+    let on = |wanted: &PeerFacts| facts.iter().filter(|facts| same(facts, wanted)).count() as u32;
+    facts.iter().map(on).max().unwrap_or(1)
+}
+
+/// Set up NCCL between all ranks, or say why not: the same at all ranks.
+pub(super) fn join_nccl<G: Nccl + Gpu>(
+    gpu: &G,
+    bootstrap: &impl Bootstrap,
+    facts: &[PeerFacts],
+    deadline: Instant,
+) -> Result<Result<G::Comm, String>, PeerError> {
+    let said = facts.iter().map(|facts| (&facts.nccl, format!("{} of {}", facts.gpu, facts.host)));
+    if let Some(why) = why_not_together(said) {
+        return Ok(Err(why));
+    }
+    let id = match bootstrap.rank() {
+        0 => gpu.nccl_id().map(Some).map_err(|error| error.to_string()),
+        _ => Ok(None),
+    };
+    let ids: Vec<Result<Option<NcclId>, String>> = tell(bootstrap, &id, deadline)?;
+    let id = match ids.into_iter().next() {
+        Some(Ok(Some(id))) => id,
+        Some(Err(why)) => return Ok(Err(why)),
+        _ => return Err(PeerError::Message { rank: 0, why: "no id for NCCL".into() }),
+    };
+    let joined = init(gpu, (&id, bootstrap.rank(), bootstrap.ranks()), deadline);
+    let verdict: Result<(), String> = joined.as_ref().map(|_| ()).map_err(Clone::clone);
+    let verdicts = tell(bootstrap, &verdict, deadline)?;
+    let failed = verdicts.iter().enumerate().find_map(|(rank, verdict)| Some((rank, verdict.as_ref().err()?)));
+    match (failed, joined) {
+        (None, joined) => Ok(joined),
+        (Some((rank, why)), joined) => {
+            if let Ok(comm) = &joined {
+                gpu.nccl_abort(comm);
+            }
+            Ok(Err(format!("at rank {rank} {why}")))
+        }
+    }
+}
+
+fn init<G: Nccl + Gpu>(gpu: &G, (id, rank, ranks): (&NcclId, u32, u32), deadline: Instant) -> Result<G::Comm, String> {
+    // Half of the time at most, so that there is some left to tell the others.
+    let until = Instant::now() + deadline.saturating_duration_since(Instant::now()) / 2;
+    let comm = gpu.nccl_init(id, rank, ranks).map_err(|error| error.to_string())?;
+    let mut patience = Patience::default();
+    let failed: GpuError = loop {
+        match gpu.nccl_is_ready(&comm) {
+            Ok(true) => return Ok(comm),
+            Ok(false) if Instant::now() < until => patience.wait(),
+            Ok(false) => break GpuError::Deadline,
+            Err(error) => break error,
+        }
+    };
+    gpu.nccl_abort(&comm);
+    Err(format!("it was not set up: {failed}"))
+}
