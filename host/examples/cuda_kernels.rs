@@ -57,6 +57,10 @@ fn run(folder: Option<&str>, is_some: bool, archs: &[u32]) -> Result<(), String>
             print(arch, &compiled)?;
         }
         bulk(folder, arch)?;
+        let product = compile::compile_product(target).map_err(|error| error.to_string())?;
+        if let Some(folder) = folder {
+            write(folder, std::iter::once((CompiledKernel::PRODUCT_FILE_NAME.to_owned(), &product)))?;
+        }
         println!("{} kernels for {target:?} in {:.1} s", compiled.len(), begun.elapsed().as_secs_f64());
     }
     Ok(())

@@ -14,14 +14,18 @@
 
 mod bulk;
 pub mod compile;
+mod direct;
 mod launch;
 mod memory;
 mod nccl;
 mod peers;
+mod product;
 
 pub use compile::{CompiledKernel, Target};
+pub(crate) use direct::probe_direct;
 pub use memory::{CudaMemory, CudaPinned};
 pub use nccl::CudaNccl;
+pub use product::Product;
 
 use super::gpu::{Absent, Fused, Gpu, GpuError, Part};
 use cudarc::driver::{
@@ -204,17 +208,9 @@ impl Cuda {
         file_name: String,
         compile: impl FnOnce(Target) -> Result<CompiledKernel, GpuError>,
     ) -> Result<CompiledKernel, GpuError> {
-        if self.options.compiles && compile::is_there() {
-            return compile(compile::best_target(self.capability)?);
-        }
-        let Some(folder) = &self.options.kernels else {
-            return Err(Absent::Compiler { wanted: file_name }.into());
-        };
-        let path = folder.join(file_name);
-        match std::fs::read_to_string(&path) {
-            Ok(ptx) => Ok(CompiledKernel::of_ptx(ptx)),
-            Err(_) => Err(Absent::Compiler { wanted: path.display().to_string() }.into()),
-        }
+        compile::provide(&self.options, compile::is_there(), file_name, || {
+            compile(compile::best_target(self.capability)?)
+        })
     }
 }
 
@@ -316,14 +312,14 @@ impl Gpu for Cuda {
     }
 
     fn load(&self, kernel: &Kernel) -> Result<Loaded, GpuError> {
-        let mut loaded = self.loaded.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = loaded.get(kernel) {
+        let loaded = || self.loaded.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = loaded().get(kernel) {
             return Ok(known.clone());
         }
+        // Not under the lock: several threads may compile at a time.
         let code = self.code(CompiledKernel::file_name(kernel), |target| compile::compile(kernel, target))?;
         let new = Loaded::new(&self.context, kernel, code)?;
-        loaded.insert(*kernel, new.clone());
-        Ok(new)
+        Ok(loaded().entry(*kernel).or_insert(new).clone())
     }
 
     fn copy(&self, on: &Arc<CudaStream>, to: Part<'_, CudaMemory>, from: Part<'_, CudaMemory>) -> Result<(), GpuError> {

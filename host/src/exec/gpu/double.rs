@@ -78,7 +78,7 @@ pub struct DoubleGraph(Arc<Vec<(usize, Task)>>);
 /// Memory of the process, and the last event that it waits for.
 #[derive(Debug)]
 pub struct DoublePinned {
-    id: u64,
+    block: Block,
     bytes: Vec<u8>,
     last: DoubleEvent,
 }

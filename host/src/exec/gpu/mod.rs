@@ -12,6 +12,9 @@
 //!     the producers                        landings, and events between them
 //! ```
 //!
+//! [`peers`] are ranks in processes of their own, which reach each other's memory or stage it, with NCCL as one more way
+//! ([`nccl`]); [`direct`] is about network adapters that reach it; [`trace`] shows what ran beside what.
+//!
 //! [`engine`] is a GPU's copy engine that reduces on the way, as a DMA engine of [`sumac_hal::dma`].
 //!
 //! Nothing here blocks the host but [`Group::wait`]: an operation begins when the events of its producers have come,
@@ -25,6 +28,7 @@
 
 mod bucket;
 mod buffers;
+pub mod direct;
 mod double;
 pub mod engine;
 mod error;

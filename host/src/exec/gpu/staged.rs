@@ -12,6 +12,7 @@
 //! What the host does with a chunk is an ordinary all-reduce of a [`Communicator`]: through the tree where there is
 //! one, repaired where repair is on, by schedules otherwise. All ranks use chunks of one size.
 
+use super::direct::NoDirect;
 use super::error::{GpuError, StagedError};
 use super::group::Patience;
 use super::{Gpu, Part};
@@ -50,6 +51,11 @@ impl<G: Gpu> Staging<G> {
             Ok::<_, GpuError>(Lane { pinned: gpu.pinned(chunk_bytes)?, filled, emptied })
         };
         Ok(Self { down: gpu.stream()?, up: gpu.stream()?, lanes: [lane()?, lane()?], chunk_bytes })
+    }
+
+    /// Return why the network does not reach the GPU's memory by itself.
+    pub const fn why_pinned(&self) -> &NoDirect {
+        &NoDirect::Network
     }
 
     /// Let `reduce` work on each chunk of `memory` in turn, when the event `after` has come; return when all is back

@@ -2,14 +2,29 @@
 
 use super::state::Task;
 use super::{Block, Double, DoubleMemory, DoubleStream, place};
+use crate::exec::gpu::direct::{DmaBuf, Exported, NoDirect};
 use crate::exec::gpu::peers::{Handle, PeerFacts, Peered, Reach, WhyStaged};
-use crate::exec::gpu::{GpuError, Part};
+use crate::exec::gpu::{Gpu, GpuError, Part};
+use std::fs::File;
 use std::sync::Arc;
 
 impl Double {
     /// What tells machines apart.
     fn host(&self) -> String {
         format!("double {:p}", Arc::as_ptr(&self.state))
+    }
+}
+
+impl Exported for Double {
+    fn dma_buf(&self, memory: &DoubleMemory) -> Result<DmaBuf, NoDirect> {
+        let refused = |why: &dyn std::fmt::Display| NoDirect::Gpu(why.to_string());
+        if let Some(why) = &self.lock().machine.no_dma_buf {
+            return Err(refused(why));
+        }
+        // A descriptor like any other: who registers it looks at the address.
+        let fd = File::open("/dev/null").map_err(|error| refused(&error))?.into();
+        let address = self.addresses(memory).start;
+        Ok(DmaBuf { fd, at: memory.at as u64, len_bytes: memory.len_bytes as u64, address })
     }
 }
 

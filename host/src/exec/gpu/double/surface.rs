@@ -152,29 +152,30 @@ impl Gpu for Double {
 
     fn pinned(&self, len_bytes: usize) -> Result<DoublePinned, GpuError> {
         let id = self.lock().add(self.process, len_bytes)?;
-        Ok(DoublePinned { id, bytes: vec![0; len_bytes], last: self.event()? })
+        let block = Block { id, process: self.process, is_opened: false, state: Arc::clone(&self.state) };
+        Ok(DoublePinned { block, bytes: vec![0; len_bytes], last: self.event()? })
     }
 
     fn host<'p>(&self, pinned: &'p mut DoublePinned) -> Result<&'p mut [u8], GpuError> {
         while !self.is_done(&pinned.last)? {}
-        if let Some(block) = self.lock().memory.get(&pinned.id) {
+        if let Some(block) = self.lock().memory.get(&pinned.block.id) {
             pinned.bytes.copy_from_slice(&block.bytes);
         }
         Ok(&mut pinned.bytes)
     }
 
     fn download(&self, on: &DoubleStream, to: &mut DoublePinned, from: Part<'_, DoubleMemory>) -> Result<(), GpuError> {
-        let place_of = Place { id: to.id, bytes: 0..from.len_bytes };
+        let place_of = Place { id: to.block.id, bytes: 0..from.len_bytes };
         self.lock().push(on.0, Task::Copy { to: place_of, from: place(&from) })?;
         self.record(&to.last, on)
     }
 
     fn upload(&self, on: &DoubleStream, to: Part<'_, DoubleMemory>, from: &mut DoublePinned) -> Result<(), GpuError> {
         // The process writes to its own view; here it reaches what the GPU sees.
-        if let Some(block) = self.lock().memory.get_mut(&from.id) {
+        if let Some(block) = self.lock().memory.get_mut(&from.block.id) {
             block.bytes.copy_from_slice(&from.bytes);
         }
-        let place_of = Place { id: from.id, bytes: 0..to.len_bytes };
+        let place_of = Place { id: from.block.id, bytes: 0..to.len_bytes };
         self.lock().push(on.0, Task::Copy { to: place(&to), from: place_of })?;
         self.record(&from.last, on)
     }

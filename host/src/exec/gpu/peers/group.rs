@@ -3,13 +3,12 @@
 use super::choose::{Choice, PeerExplanation, Way};
 use super::hand::{PeerPlan, Run, Words};
 use super::join::{Seen, crowd, first_reason, hello, join_nccl, show};
+use super::room::words;
 use super::{Bootstrap, PeerError, PeerFacts, Peered, WhyStaged, page};
 use crate::choice::{Algo, CostTable, Declared, Situation};
-use crate::coll::{ALGORITHMS, Place, Problem};
 use crate::exec::gpu::buffers::{GpuBuffers, check};
-use crate::exec::gpu::group::{GroupOptions, PLANS_MAX, Patience, shared};
+use crate::exec::gpu::group::{GroupOptions, Patience, shared};
 use crate::exec::gpu::nccl::Nccl;
-use crate::exec::gpu::program::Program;
 use crate::exec::gpu::staged::Staging;
 use crate::exec::gpu::trace::{Kind, Timeline, Trace};
 use crate::exec::gpu::{GpuCanceller, GpuError, Part};
@@ -112,7 +111,7 @@ pub struct PeerGroup<G: Peered + Nccl, B: Bootstrap> {
     pub(super) me: usize,
     pub(super) facts: Vec<PeerFacts>,
     pub(super) options: PeerOptions,
-    situation: Situation,
+    pub(super) situation: Situation,
     pub(super) stream: G::Stream,
     pub(super) canceller: GpuCanceller,
     /// The words of the direct way, or why there is none.
@@ -120,14 +119,14 @@ pub struct PeerGroup<G: Peered + Nccl, B: Bootstrap> {
     pub(super) nccl: Result<G::Comm, String>,
     pub(super) staging: Option<Staging<G>>,
     /// All ranks' partial values, and how many bytes each has.
-    work: Vec<Option<G::Memory>>,
-    work_bytes: Vec<usize>,
-    plans: HashMap<(OpDesc, Path), Arc<PeerPlan<G>>>,
-    kernels: HashMap<Kernel, Arc<G::Kernel>>,
+    pub(super) work: Vec<Option<G::Memory>>,
+    pub(super) work_bytes: Vec<usize>,
+    pub(super) plans: HashMap<(OpDesc, Path), Arc<PeerPlan<G>>>,
+    pub(super) kernels: HashMap<Kernel, Arc<G::Kernel>>,
     /// How far the counters have got.
     counter: u32,
     /// How many pieces of memory were shown.
-    shown: u32,
+    pub(super) shown: u32,
     pub(super) started: u64,
     pub(super) flights: Vec<PeerFlight<G>>,
     /// Pages that nobody copies to.
@@ -241,7 +240,8 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         Ok(self.trace.take().map(|trace| trace.finish(&self.gpu)).transpose()?.unwrap_or_default())
     }
 
-    /// Let the other ranks open `memory`, all of it. All ranks call it, each with its own.
+    /// Let the other ranks open `memory`, all of it. All ranks call it, each with its own, and keep the memory until all have
+    /// closed it ([`PeerGroup::unshare`]).
     ///
     /// # Errors
     /// [`PeerError`]. Memory that can't be opened is none: [`Shared::why_staged`] says it, alike at all ranks.
@@ -251,9 +251,39 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         self.shown += 1;
         let seen = match &self.direct {
             Err(why) => Err(why.clone()),
-            Ok(_) => show(&self.gpu, &self.bootstrap, &self.facts, (number, memory), deadline)?,
+            Ok(_) => show(&self.gpu, &self.bootstrap, &self.facts, (number, memory, &[]), deadline)?,
         };
         Ok(Shared { number, own: memory.clone(), seen })
+    }
+
+    /// Close the other ranks' part of what was shared, so that each may free its own. All ranks call it, when all that they
+    /// started on it is done.
+    ///
+    /// # Errors
+    /// [`PeerError`].
+    pub fn unshare(&mut self, shared: Shared<G>, deadline: Instant) -> Result<(), PeerError> {
+        self.all_landed(deadline)?;
+        let Shared { own, seen, .. } = shared;
+        drop(seen);
+        self.bootstrap.exchange(&[], deadline)?;
+        drop(own);
+        Ok(())
+    }
+
+    /// End the group in good order. All ranks call it, when all that they started is done. What is shared must have been
+    /// closed before ([`PeerGroup::unshare`]).
+    ///
+    /// # Errors
+    /// [`PeerError`].
+    pub fn leave(mut self, deadline: Instant) -> Result<(), PeerError> {
+        self.all_landed(deadline)?;
+        let words = std::mem::replace(&mut self.direct, Err(WhyStaged::Asked));
+        let own = words.map(|words| words.pages[self.me].clone());
+        let own_work = self.work[self.me].take();
+        self.work.iter_mut().for_each(|work| *work = None);
+        self.bootstrap.exchange(&[], deadline)?;
+        drop((own, own_work));
+        Ok(())
     }
 
     /// Say which way an operation would take, what each would cost, or why it is not possible.
@@ -377,68 +407,6 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
             Err(error) => Err(self.give_up(error)),
         }
     }
-
-    /// Return the program of an operation: the one that was made before, or a new one.
-    fn plan(&mut self, desc: &OpDesc, path: Path) -> Result<Arc<PeerPlan<G>>, PeerError> {
-        if let Some(plan) = self.plans.get(&(*desc, path)) {
-            return Ok(Arc::clone(plan));
-        }
-        let unknown = || GpuError::Invalid(format!("{desc} by {}: there is no such schedule", path.name()));
-        let algorithm = ALGORITHMS
-            .iter()
-            .find(|algorithm| algorithm.path() == path && algorithm.pattern.collective() == desc.collective)
-            .ok_or_else(unknown)?;
-        let kernel = match desc.dtype.zip(desc.op) {
-            Some((dtype, op)) => Some(Kernel::new(dtype, op).ok_or_else(|| GpuError::Kernel {
-                kernel: format!("{dtype} {op}"),
-                why: Kernel::why_not(dtype, op).unwrap_or("they do not go together").into(),
-            })?),
-            None => None,
-        };
-        let count = usize::try_from(desc.count).map_err(|_| GpuError::Invalid(format!("{desc} is too long")))?;
-        let ranks = self.facts.len() as u32;
-        if desc.root.0 >= ranks {
-            return Err(GpuError::Invalid(format!("{desc} to {} in a group of {ranks}", desc.root)).into());
-        }
-        let tree = self.situation.declared.tree();
-        let problem = |place| Problem { place, count, root: desc.root, tree };
-        let schedules: Vec<_> = Place::all(ranks).map(|place| (algorithm.schedule)(&problem(place))).collect();
-        let pieces = self.options.group.piece_bytes;
-        let program = Program::new(&schedules, desc.element_bytes(), kernel.as_ref(), true, pieces)?;
-        let code = match kernel {
-            None => None,
-            Some(kernel) => Some(match self.kernels.get(&kernel) {
-                Some(code) => Arc::clone(code),
-                None => {
-                    let code = Arc::new(self.gpu.load(&kernel)?);
-                    self.kernels.insert(kernel, Arc::clone(&code));
-                    code
-                }
-            }),
-        };
-        let plan = Arc::new(PeerPlan::new(schedules, program, code));
-        if self.plans.len() >= PLANS_MAX {
-            self.plans.clear();
-        }
-        self.plans.insert((*desc, path), Arc::clone(&plan));
-        Ok(plan)
-    }
-
-    /// See to the memory of partial values: all ranks know of each other how much each needs, and show it together.
-    fn grow_work(&mut self, wanted: &[usize], deadline: Instant) -> Result<(), PeerError> {
-        if self.work_bytes.iter().zip(wanted).all(|(have, wanted)| have >= wanted) {
-            return Ok(());
-        }
-        for (have, &wanted) in self.work_bytes.iter_mut().zip(wanted) {
-            *have = wanted.max(*have);
-        }
-        let own = self.gpu.alloc(self.work_bytes[self.me].max(1))?;
-        let number = self.shown;
-        self.shown += 1;
-        let seen = show(&self.gpu, &self.bootstrap, &self.facts, (number, &own), deadline)?;
-        self.work = seen.map_err(PeerError::Staged)?.into_iter().map(Some).collect();
-        Ok(())
-    }
 }
 
 /// Wait until NCCL has handed an operation to its stream: the first time it connects the ranks before.
@@ -451,19 +419,4 @@ fn until_handed<G: Nccl>(gpu: &G, comm: &G::Comm, desc: &OpDesc, deadline: Insta
         patience.wait();
     }
     Ok(())
-}
-
-/// Make this rank's words, and open everyone's.
-fn words<G: Peered>(
-    gpu: &G,
-    bootstrap: &impl Bootstrap,
-    facts: &[PeerFacts],
-    deadline: Instant,
-) -> Result<Result<Words<G::Memory>, WhyStaged>, PeerError> {
-    let page = gpu.alloc(facts.len() * page::ENTRY_BYTES)?;
-    gpu.set_now(page::whole(&page, facts.len()), &vec![0; facts.len() * page::ENTRY_BYTES / 4])?;
-    let banner = gpu.alloc(page::BANNER_BYTES)?;
-    gpu.set_now(page::banner(&banner), &[0; page::BANNER_BYTES / 4])?;
-    let pages = show(gpu, bootstrap, facts, (0, &page), deadline)?;
-    Ok(pages.map(|pages| Words { banner, pages }))
 }

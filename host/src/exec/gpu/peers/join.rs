@@ -89,12 +89,13 @@ pub(super) fn first_reason(facts: &[PeerFacts]) -> Option<WhyStaged> {
 /// What the ranks show each other, by rank, or why some can't see it: the same at all ranks.
 pub(super) type Seen<M> = Result<Vec<M>, WhyStaged>;
 
-/// Show a piece of own memory to all ranks and open theirs. All ranks call it with the same `number`.
+/// Show a piece of own memory to all ranks and open theirs, each of at least so many bytes, by rank. All ranks call it
+/// with the same `number`.
 pub(super) fn show<G: Peered>(
     gpu: &G,
     bootstrap: &impl Bootstrap,
     facts: &[PeerFacts],
-    (number, own): (u32, &G::Memory),
+    (number, own, least_bytes): (u32, &G::Memory, &[usize]),
     deadline: Instant,
 ) -> Result<Seen<G::Memory>, PeerError> {
     let me = bootstrap.rank();
@@ -104,20 +105,30 @@ pub(super) fn show<G: Peered>(
         let why = format!("memory number {}, where this rank shows number {number}", shown[rank].number);
         return Err(PeerError::Message { rank: rank as u32, why });
     }
-    let opened = open_all(gpu, (me, own), facts, &shown);
+    let opened = open_all(gpu, (me, own), facts, &shown, least_bytes);
     let verdict: Result<(), WhyStaged> = opened.as_ref().map(|_| ()).map_err(Clone::clone);
     let verdicts = tell(bootstrap, &verdict, deadline)?;
     // The same first reason at all ranks; what this one has opened closes again.
     Ok(verdicts.into_iter().collect::<Result<(), _>>().and(opened))
 }
 
-fn open_all<G: Peered>(gpu: &G, (me, own): (u32, &G::Memory), facts: &[PeerFacts], shown: &[Shown]) -> Seen<G::Memory> {
+fn open_all<G: Peered>(
+    gpu: &G,
+    (me, own): (u32, &G::Memory),
+    facts: &[PeerFacts],
+    shown: &[Shown],
+    least_bytes: &[usize],
+) -> Seen<G::Memory> {
     let open = |(peer, Shown { handle, .. }): (usize, &Shown)| {
         if peer as u32 == me {
             return Ok(own.clone());
         }
         let refused = |why: String| WhyStaged::Opening { rank: me, peer: peer as u32, why };
         let handle = handle.as_ref().map_err(|why| refused(why.clone()))?;
+        let needed = least_bytes.get(peer).map_or(0, |&bytes| bytes as u64);
+        if handle.len_bytes < needed {
+            return Err(refused(format!("{} bytes of it, and {needed} are needed", handle.len_bytes)));
+        }
         gpu.reach(&facts[peer])?;
         gpu.open(&facts[peer], handle).map_err(|error| refused(error.to_string()))
     };

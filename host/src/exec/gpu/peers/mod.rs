@@ -32,6 +32,7 @@ mod hand;
 mod join;
 mod link;
 mod page;
+mod room;
 #[cfg(test)]
 mod tests;
 mod wait;

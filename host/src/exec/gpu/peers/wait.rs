@@ -139,6 +139,22 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         Ok(best.ok_or_else(none)?.path)
     }
 
+    /// Wait until nothing is on its way.
+    pub(super) fn all_landed(&mut self, deadline: Instant) -> Result<(), PeerError> {
+        let mut patience = Patience::default();
+        loop {
+            self.usable()?;
+            match self.flights.first() {
+                None => return Ok(()),
+                Some(flight) if Instant::now() >= deadline => {
+                    let why = PeerError::Deadline { desc: flight.desc, missing: self.missing(flight) };
+                    return Err(self.give_up(why));
+                }
+                Some(_) => patience.wait(),
+            }
+        }
+    }
+
     /// Check that the group is of use.
     pub(super) fn usable(&mut self) -> Result<(), PeerError> {
         self.land()?;
@@ -281,13 +297,11 @@ impl<G: Peered + Nccl, B: Bootstrap> Drop for PeerGroup<G, B> {
             flight.held.into_iter().for_each(std::mem::forget);
             std::mem::forget(flight.page);
         }
-        if self.ended.is_none() {
-            return;
-        }
-        // Others may still read and write these: nobody can say until when.
+        // Who has not left in good order can't say until when others read and write these.
         self.kept.drain(..).for_each(std::mem::forget);
+        self.work[self.me].take().into_iter().for_each(std::mem::forget);
         if let Ok(words) = &self.direct {
-            words.pages.iter().cloned().for_each(std::mem::forget);
+            std::mem::forget(words.pages[self.me].clone());
         }
     }
 }

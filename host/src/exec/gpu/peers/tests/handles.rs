@@ -98,11 +98,18 @@ fn nothing_that_a_peer_says_is_believed_unchecked() {
     message(lied(1, |bytes| bytes[0] = 9), "memory number 9, where this rank shows number 0");
     message(lied(2, |bytes| bytes[0] = 77), "can't be read");
     // A handle that opens nothing: all stage, and say who could not open what.
-    let wrong = lied(1, |bytes| {
-        let last = bytes.len() - 4;
-        bytes[last] ^= 0xff;
-    });
-    assert!(matches!(wrong, Ok(Some(WhyStaged::Opening { rank: 0, peer: 1, .. }))), "{wrong:?}");
+    let opening = |end: Result<Option<WhyStaged>, PeerError>, words: &str| match end {
+        Ok(Some(WhyStaged::Opening { rank: 0, peer: 1, why })) => assert!(why.contains(words), "{why}"),
+        other => panic!("{other:?}"),
+    };
+    // Behind number, result, address, result and length: the handle's first byte.
+    opening(lied(1, |bytes| bytes[5] ^= 0x7f), "has no memory");
+    // Shorter than what others will write to: one byte, where two MiB take four of the message's.
+    let short = |bytes: &mut Vec<u8>| {
+        bytes.truncate(bytes.len() - 4);
+        bytes.push(1);
+    };
+    opening(lied(1, short), "1 bytes of it, and 32 are needed");
 }
 
 #[test]
@@ -130,4 +137,26 @@ fn memory_that_can_not_be_shown_is_staged_alone() {
         assert_eq!(gpu.download_now(&memory), sum_of(Dtype::F32, ReduceOp::Sum, 2, 20));
         peers.all_reduce(&sound, (Dtype::F32, ReduceOp::Sum, Algo::Ring), &[], far()).expect("directly");
     });
+}
+
+#[test]
+fn who_leaves_in_good_order_leaves_nothing_open() {
+    let (board, gpus) = (Board::new(3), processes(4, &[0, 1, 0]));
+    on_ranks(&board, &gpus, |gpu, seat| {
+        let memory = upload(&gpu, &input(Dtype::Bf16, ReduceOp::Sum, seat.rank, 40));
+        let mut peers = PeerGroup::join(gpu, seat, small(), far()).expect("joined");
+        let shared = peers.share(&memory, far()).expect("shown");
+        // Partial values of its own for each of these.
+        for algo in [Algo::Binomial, Algo::Ring, Algo::HalvingDoubling] {
+            peers.all_reduce(&shared, (Dtype::Bf16, ReduceOp::Sum, algo), &[], far()).expect("reduced");
+        }
+        peers.unshare(shared, far()).expect("closed");
+        peers.leave(far()).expect("left");
+    });
+    assert_eq!(gpus[0].allocated_bytes(), 0);
+    // Who goes without a word keeps what others may still have open.
+    on_ranks(&board, &gpus, |gpu, seat| {
+        drop(PeerGroup::join(gpu, seat, small(), far()).expect("joined"));
+    });
+    assert!(gpus[0].allocated_bytes() > 0);
 }
