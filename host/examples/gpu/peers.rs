@@ -1,4 +1,5 @@
-//! Ranks in processes of their own on one GPU, by CUDA's handles; where those can't be had, staged, and the reason.
+//! Ranks in processes of their own, one after the other on the GPUs that there are, by CUDA's handles; where those can't
+//! be had, staged, and the reason. NCCL beside them, where each rank has a GPU of its own.
 //!
 //! Rank 0 starts the others as children of its own and listens to them; what they say to each other goes through it.
 
@@ -17,6 +18,7 @@ use sumac::{Algo, Dtype, Error, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
 const PATIENCE: Duration = Duration::from_secs(60);
+/// What is checked.
 const ALGOS: [Algo; 3] = [Algo::Ring, Algo::HalvingDoubling, Algo::Binomial];
 
 /// One rank's connection to rank 0, or rank 0's to all others.
@@ -118,10 +120,11 @@ struct Size {
 
 /// Start the other ranks, run as rank 0, and print what became of it.
 pub(super) fn run(cuda: &Cuda, kernels: &[String], out: &mut Out) -> Result<(), String> {
-    out.head(&["processes on one GPU, f32 sum of 256 MiB", "ranks", "way", "us"]);
-    for ranks in [2, 4] {
+    let gpus = Cuda::count().map_err(|error| error.to_string())?;
+    out.head(&[&format!("processes on {gpus} GPUs, f32 sum of 256 MiB"), "ranks", "way", "us"]);
+    for ranks in [2, 4, 8] {
         if out.is_late() {
-            out.row("ring", &[ranks.to_string()], || Ok(Vec::new()));
+            out.row("all", &[ranks.to_string()], || Ok(Vec::new()));
             continue;
         }
         let listener = TcpListener::bind("127.0.0.1:0").map_err(|error| error.to_string())?;
@@ -136,8 +139,14 @@ pub(super) fn run(cuda: &Cuda, kernels: &[String], out: &mut Out) -> Result<(), 
         let gpu = cuda.another().map_err(|error| error.to_string())?;
         let star = Star::hub(&listener, ranks).map_err(|error| error.to_string())?;
         let size = Size { ranks, elements: 50_000, timed_bytes: 256 << 20, rounds: 11 };
-        let end = rank(gpu, star, size);
-        out.row("ring", &[ranks.to_string()], || end.map_err(GpuError::Lost));
+        match rank(gpu, star, size) {
+            Ok(rows) => {
+                for (name, figures) in rows {
+                    out.row(name, &[ranks.to_string()], || Ok(figures));
+                }
+            }
+            Err(error) => out.row("all", &[ranks.to_string()], || Err(GpuError::Lost(error))),
+        }
         for child in &mut children {
             let status = child.0.wait().map_err(|error| error.to_string())?;
             if !status.success() {
@@ -150,6 +159,8 @@ pub(super) fn run(cuda: &Cuda, kernels: &[String], out: &mut Out) -> Result<(), 
 
 /// Run as one of the others.
 pub(super) fn follow(options: CudaOptions, rank_of: u32, ranks: u32, addr: &str) -> Result<(), String> {
+    let gpus = Cuda::count().map_err(|error| error.to_string())?.max(1);
+    let options = CudaOptions { ordinal: rank_of as usize % gpus, ..options };
     let gpu = Cuda::open(options).map_err(|error| error.to_string())?;
     let star = Star::spoke(addr, rank_of, ranks).map_err(|error| error.to_string())?;
     rank(gpu, star, Size { ranks, elements: 50_000, timed_bytes: 256 << 20, rounds: 11 }).map(|_| ())
@@ -162,7 +173,7 @@ pub(super) fn rehearse() -> Result<(), String> {
     let addr = listener.local_addr().map_err(|error| error.to_string())?.to_string();
     std::thread::scope(|scope| {
         let spoke = |number: u32| {
-            let (gpu, addr) = (machine.process(0), &addr);
+            let (gpu, addr) = (machine.process(number as u8), &addr);
             scope.spawn(move || {
                 let star = Star::spoke(addr, number, size.ranks).map_err(|error| error.to_string())?;
                 rank(gpu, star, size)
@@ -171,8 +182,9 @@ pub(super) fn rehearse() -> Result<(), String> {
         let others: Vec<_> = (1..size.ranks).map(spoke).collect();
         let star = Star::hub(&listener, size.ranks).map_err(|error| error.to_string())?;
         let first = rank(machine.process(0), star, size)?;
-        if first[0] != "direct" {
-            return Err(format!("the rehearsal of processes went {}", first[0]));
+        let ways: Vec<&str> = first.iter().map(|(_, figures)| figures[0].as_str()).collect();
+        if ways != ["direct", "nccl"] {
+            return Err(format!("the rehearsal of processes went {ways:?}"));
         }
         others.into_iter().try_for_each(|rank| rank.join().map_err(|_| "a rank panicked".to_owned())?.map(|_| ()))
     })?;
@@ -191,13 +203,16 @@ impl Drop for Reaped {
     }
 }
 
-/// Take part as one rank: check bits against the same schedules on the double, then time one; return way and time.
-fn rank<G: Peered + Nccl>(gpu: G, star: Star, size: Size) -> Result<Vec<String>, String> {
+/// What was timed, by which way, and how long it took.
+type Row = (&'static str, Vec<String>);
+
+/// Take part as one rank: check bits against the same schedules on the double, then time one of them, and NCCL.
+fn rank<G: Peered + Nccl>(gpu: G, star: Star, size: Size) -> Result<Vec<Row>, String> {
     let me = star.rank as usize;
     let deadline = || Instant::now() + PATIENCE;
     let stream = gpu.stream().map_err(|error| error.to_string())?;
-    let options = PeerOptions { nccl: false, ..PeerOptions::default() };
-    let mut peers = PeerGroup::join(gpu, star, options, deadline()).map_err(|error| error.to_string())?;
+    let mut peers =
+        PeerGroup::join(gpu, star, PeerOptions::default(), deadline()).map_err(|error| error.to_string())?;
     let way = peers.why_staged().map_or_else(|| "direct".to_owned(), |why| format!("staged: {why}"));
     for (dtype, op) in [(Dtype::F32, ReduceOp::Sum), (Dtype::Bf16, ReduceOp::Sum), (Dtype::I32, ReduceOp::Max)] {
         for algo in ALGOS {
@@ -208,12 +223,14 @@ fn rank<G: Peered + Nccl>(gpu: G, star: Star, size: Size) -> Result<Vec<String>,
             let shared = peers.share(&memory, deadline()).map_err(|error| failed(&error))?;
             // What is staged has one way alone.
             let algo = if shared.why_staged().is_some() { Algo::Auto } else { algo };
+            let is_exact = shared.why_staged().is_none();
             let outcome = peers.all_reduce(&shared, (dtype, op, algo), &[], deadline());
             let outcome = outcome.map_err(|error| failed(&error))?;
             let found = super::get(peers.gpu(), &stream, &memory, inputs[me].len()).map_err(|error| failed(&error))?;
-            if let Way::Direct(_) = outcome.way
-                && found != on_the_double(dtype, op, algo, &inputs).map_err(|error| failed(&error))?[me]
-            {
+            if is_exact != matches!(outcome.way, Way::Direct(_)) && peers.why_no_nccl().is_some() {
+                return Err(failed(&format!("it went {:?}", outcome.way)));
+            }
+            if is_exact && found != on_the_double(dtype, op, algo, &inputs).map_err(|error| failed(&error))?[me] {
                 return Err(failed(&"other bits than those of one process"));
             }
             peers.unshare(shared, deadline()).map_err(|error| failed(&error))?;
@@ -222,17 +239,25 @@ fn rank<G: Peered + Nccl>(gpu: G, star: Star, size: Size) -> Result<Vec<String>,
     let failed = |error: &dyn std::fmt::Display| format!("rank {me}: {error}");
     let memory = peers.gpu().alloc(size.timed_bytes).map_err(|error| failed(&error))?;
     let shared = peers.share(&memory, deadline()).map_err(|error| failed(&error))?;
-    let algo = if shared.why_staged().is_some() { Algo::Auto } else { Algo::Ring };
-    let mut times = Vec::new();
-    for _ in 0..size.rounds {
-        let begun = Instant::now();
-        peers.all_reduce(&shared, (Dtype::F32, ReduceOp::Sum, algo), &[], deadline()).map_err(|e| failed(&e))?;
-        times.push(begun.elapsed().as_secs_f64());
+    let mut rows = Vec::new();
+    let ring = if shared.why_staged().is_some() { Algo::Auto } else { Algo::Ring };
+    for (name, algo, way) in [("ring", ring, way), ("NCCL", Algo::Nccl, "nccl".to_owned())] {
+        if let (Algo::Nccl, Some(why)) = (algo, peers.why_no_nccl()) {
+            rows.push((name, vec![format!("left out: {why}"), String::new()]));
+            continue;
+        }
+        let mut times = Vec::new();
+        for _ in 0..size.rounds {
+            let begun = Instant::now();
+            peers.all_reduce(&shared, (Dtype::F32, ReduceOp::Sum, algo), &[], deadline()).map_err(|e| failed(&e))?;
+            times.push(begun.elapsed().as_secs_f64());
+        }
+        times.sort_by(f64::total_cmp);
+        rows.push((name, vec![way, format!("{:.1}", times[times.len() / 2] * 1e6)]));
     }
-    times.sort_by(f64::total_cmp);
     peers.unshare(shared, deadline()).map_err(|error| failed(&error))?;
     peers.leave(deadline()).map_err(|error| failed(&error))?;
-    Ok(vec![way, format!("{:.1}", times[times.len() / 2] * 1e6)])
+    Ok(rows)
 }
 
 /// What a rank contributes: the same in every process.

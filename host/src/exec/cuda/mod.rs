@@ -90,10 +90,9 @@ impl Cuda {
     /// [`GpuError::Absent`] says what is missing; else what the driver says.
     pub fn open(options: CudaOptions) -> Result<Self, GpuError> {
         let ordinal = options.ordinal;
-        check_driver()?;
         let absent = |error: DriverError| Absent::Device { ordinal, why: words(error) };
-        let devices = result::init().and_then(|()| CudaContext::device_count()).map_err(absent)?;
-        if usize::try_from(devices).is_ok_and(|devices| ordinal >= devices) {
+        let devices = Self::count()?;
+        if ordinal >= devices {
             return Err(Absent::Device { ordinal, why: format!("it knows {devices}") }.into());
         }
         let context = CudaContext::new(ordinal).map_err(absent)?;
@@ -104,6 +103,17 @@ impl Cuda {
         let (major, minor) = context.compute_capability().map_err(|error| driver("its capability", error))?;
         let capability = (major * 10 + minor).unsigned_abs();
         Self::with((context, options), (capability, multiprocessors.unsigned_abs().max(1)), Arc::default())
+    }
+
+    /// Return how many GPUs this process sees.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn count() -> Result<usize, GpuError> {
+        check_driver()?;
+        let absent = |error: DriverError| Absent::Device { ordinal: 0, why: words(error) };
+        let devices = result::init().and_then(|()| CudaContext::device_count()).map_err(absent)?;
+        Ok(usize::try_from(devices).unwrap_or(0))
     }
 
     /// Return the same GPU for another group, with the code that it has: a group that gives up stops only its own

@@ -1,7 +1,7 @@
 //! Ranks in processes of their own, each with a GPU, or several with one: their memory in each other's hands.
 //!
 //! A [`PeerGroup`] is one rank. At the beginning the ranks tell each other what they have ([`PeerFacts`]) over the
-//! connections that they have anyway ([`Bootstrap`]; a [`Communicator`](crate::Communicator) is one), and each tries
+//! connections that they have anyway ([`Bootstrap`]; a [`Communicator`] is one), and each tries
 //! to open what every other one shows it. From the verdicts of all, which all have, all decide the same:
 //! - **direct**, if each reaches each: the schedules of [`crate::coll`] over all ranks' memory, each rank with the
 //!   passes that write to its own;
@@ -11,7 +11,7 @@
 //!
 //! # How the ranks' streams keep their order
 //!
-//! Each rank has a page of words that the others write ([`page`]), one counter a rank. A rank that is behind an
+//! Each rank has a page of words that the others write, one counter a rank. A rank that is behind an
 //! operation says so in the pages of those who wait for it, and they wait for that, on their streams: no host takes
 //! part. An operation begins when all have come to it and ends when all have done it; so nobody reads memory whose
 //! owner has got it back.
