@@ -8,9 +8,9 @@
 //! gpu rehearse              all of this on the double, without a figure
 //! ```
 //!
-//! With `--seconds N` nothing new begins after that. `--kernels FOLDER` takes compiled kernels from there where there is
-//! no compiler, `--packed FOLDER` in any case. Exit status: 0, 1 for a wrong result or a failed row, 2 for wrong usage, 3
-//! if something was left out, 77 where there is no GPU.
+//! With `--seconds N` nothing new begins after that. `--kernels FOLDER` takes compiled kernels from there where there
+//! is no compiler, `--packed FOLDER` in any case. Exit status: 0, 1 for a wrong result or a failed row, 2 for wrong
+//! usage, 3 if something was left out, 77 where there is no GPU.
 
 #[path = "gpu/check.rs"]
 mod check;

@@ -1,6 +1,6 @@
-//! A GPU's buffer through a tree of devices, staged through chunks, also where a device dies under it; and GPUs of several
-//! processes that find each other over a communicator. The GPU is the double; controller, boards and communicators are
-//! those that ship.
+//! A GPU's buffer through a tree of devices, staged through chunks, also where a device dies under it; and GPUs of
+//! several processes that find each other over a communicator. The GPU is the double; controller, boards and
+//! communicators are those that ship.
 
 #[path = "../common/mod.rs"]
 mod common;

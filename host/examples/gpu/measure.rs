@@ -1,9 +1,10 @@
-//! Tables: passes beside the copy that is measured in the same run, all-reduces of ranks on one GPU, small messages, and
-//! what communicates beside a matrix product.
+//! Tables: passes beside the copy that is measured in the same run, all-reduces of ranks on one GPU, small messages,
+//! and what communicates beside a matrix product.
 //!
 //! Times are medians. "Moved" is what the passes of an operation read and write, so its rate can be compared with the
-//! copy's, which reads and writes each byte. Each row is printed when it is measured; one that can't be had says why, and
-//! the others go on. Figures are printed of a GPU alone: [`rehearse`] runs the same on the double and prints none.
+//! copy's, which reads and writes each byte. Each row is printed when it is measured; one that can't be had says why,
+//! and the others go on. Figures are printed of a GPU alone: [`rehearse`] runs the same on the double and prints
+//! none.
 
 use super::out::Out;
 use super::{Draws, put};

@@ -1,5 +1,5 @@
-//! Ranks in processes of their own, one after the other on the GPUs that there are, by CUDA's handles; where those can't
-//! be had, staged, and the reason. NCCL beside them, where each rank has a GPU of its own.
+//! Ranks in processes of their own, one after the other on the GPUs that there are, by CUDA's handles; where those
+//! can't be had, staged, and the reason. NCCL beside them, where each rank has a GPU of its own.
 //!
 //! Rank 0 starts the others as children of its own and listens to them; what they say to each other goes through it.
 

@@ -1,4 +1,5 @@
-//! From `kernels.cu`, `bulk.cu` and `product.cu` to code: by nvrtc when it is there, for the GPU that is there, one kernel at a time.
+//! From `kernels.cu`, `bulk.cu` and `product.cu` to code: by nvrtc when it is there, for the GPU that is there, one
+//! kernel at a time.
 //!
 //! A kernel is compiled for the GPU's own architecture if the compiler knows it, else to PTX for the newest older one,
 //! which the driver compiles on. PTX written to files ([`CompiledKernel::file_name`]) serves machines without nvrtc.

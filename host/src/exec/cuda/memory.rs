@@ -57,8 +57,8 @@ impl Drop for Block {
         if self.whose == Whose::Borrowed || self.context.bind_to_thread().is_err() {
             return;
         }
-        // SAFETY: it was allocated or opened here, and nobody has a share any more. An error is the context's, which is gone
-        // then.
+        // SAFETY: it was allocated or opened here, and nobody has a share any more. An error is the context's, which
+        // is gone then.
         let _ = unsafe {
             match self.whose {
                 Whose::Opened => sys::cuIpcCloseMemHandle(self.address).result(),

@@ -1,4 +1,5 @@
-//! Memory of other processes and GPUs: CUDA's handles and peer access, and the words by which streams wait for each other.
+//! Memory of other processes and GPUs: CUDA's handles and peer access, and the words by which streams wait for each
+//! other.
 //!
 //! A handle opens the whole allocation that memory lies in; the driver counts how often it was opened. Streams write
 //! and wait for words by the driver's memory operations, which make what was done before visible first.

@@ -1,9 +1,9 @@
 //! A GPU's memory in the hands of a network adapter: exported as dma-buf and registered, as GPUDirect RDMA has it.
 //!
-//! It takes three: a GPU that exports memory ([`Exported`]), an adapter that registers it ([`Adapter`]), and a network whose
-//! packets an adapter takes from there. [`route`] tries the first two for a piece of memory and says which one it was
-//! that could not. The third is missing so far: communicators send from memory of this process, so what goes through
-//! them is staged ([`Staging::why_pinned`](super::Staging::why_pinned)).
+//! It takes three: a GPU that exports memory ([`Exported`]), an adapter that registers it ([`Adapter`]), and a
+//! network whose packets an adapter takes from there. [`route`] tries the first two for a piece of memory and says
+//! which one it was that could not. The third is missing so far: communicators send from memory of this process, so
+//! what goes through them is staged ([`Staging::why_pinned`](super::Staging::why_pinned)).
 
 use super::Gpu;
 use super::error::GpuError;

@@ -12,8 +12,8 @@
 //!     the producers                        landings, and events between them
 //! ```
 //!
-//! [`peers`] are ranks in processes of their own, which reach each other's memory or stage it, with NCCL as one more way
-//! ([`nccl`]); [`direct`] is about network adapters that reach it; [`trace`] shows what ran beside what.
+//! [`peers`] are ranks in processes of their own, which reach each other's memory or stage it, with NCCL as one more
+//! way ([`nccl`]); [`direct`] is about network adapters that reach it; [`trace`] shows what ran beside what.
 //!
 //! [`engine`] is a GPU's copy engine that reduces on the way, as a DMA engine of [`sumac_hal::dma`].
 //!

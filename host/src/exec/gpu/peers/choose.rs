@@ -4,7 +4,8 @@
 //! GPU. Staged, every byte also goes down and up between GPU and host, [`HOST_BETA_S`] each. NCCL has its own model's
 //! constants.
 
-use super::{Bootstrap, PeerOptions, WhyStaged};
+use super::join::NetworkCost;
+use super::{PeerOptions, WhyStaged};
 use crate::choice::{Algo, Candidate, CostTable, Explanation, RuledOut, Situation, explain_with};
 use crate::exec::gpu::nccl::why_not;
 use std::fmt;
@@ -64,10 +65,12 @@ pub(super) struct Choice<'a> {
     pub(super) why_staged: Option<&'a WhyStaged>,
     /// Why there is no NCCL.
     pub(super) no_nccl: Option<&'a str>,
+    /// What the network costs, as rank 0 sees it.
+    pub(super) network: Option<NetworkCost>,
 }
 
 impl Choice<'_> {
-    pub(super) fn explain(&self, desc: &OpDesc, algo: Algo, bootstrap: &impl Bootstrap) -> PeerExplanation {
+    pub(super) fn explain(&self, desc: &OpDesc, algo: Algo) -> PeerExplanation {
         let nccl = Candidate { path: Path::Nccl, cost_s: self.judge_nccl(desc) };
         let mut direct = explain_with(self.situation, desc, algo, vec![nccl]);
         if let Some(why) = self.why_staged {
@@ -79,7 +82,8 @@ impl Choice<'_> {
             let is_wanted = matches!(algo, Algo::Auto | Algo::Nccl);
             direct.chosen = (is_possible && is_wanted).then_some(Path::Nccl);
         }
-        let staged_s = bootstrap.cost_s(desc).map(|network_s| network_s + 2.0 * bytes(desc) * HOST_BETA_S);
+        let each_s = 2.0 * bytes(desc) * HOST_BETA_S;
+        let staged_s = self.network.map(|network| network.seconds(bytes(desc)) + each_s);
         let way = self.way(&direct, staged_s, desc, algo);
         PeerExplanation { direct, why_staged: self.why_staged.cloned(), staged_s, way }
     }

@@ -2,7 +2,7 @@
 
 use super::choose::{Choice, PeerExplanation, Way};
 use super::hand::{PeerPlan, Run, Words};
-use super::join::{Seen, crowd, first_reason, hello, join_nccl, show};
+use super::join::{NetworkCost, Seen, crowd, first_reason, hello, join_nccl, show};
 use super::room::words;
 use super::{Bootstrap, PeerError, PeerFacts, Peered, WhyStaged, page};
 use crate::choice::{Algo, CostTable, Declared, Situation};
@@ -110,6 +110,7 @@ pub struct PeerGroup<G: Peered + Nccl, B: Bootstrap> {
     pub(super) bootstrap: B,
     pub(super) me: usize,
     pub(super) facts: Vec<PeerFacts>,
+    network: Option<NetworkCost>,
     pub(super) options: PeerOptions,
     pub(super) situation: Situation,
     pub(super) stream: G::Stream,
@@ -145,7 +146,7 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
     /// [`PeerError`]. That ranks don't reach each other is none: [`PeerGroup::why_staged`] says it.
     pub fn join(gpu: G, bootstrap: B, options: PeerOptions, deadline: Instant) -> Result<Self, PeerError> {
         let (me, ranks) = (bootstrap.rank() as usize, bootstrap.ranks());
-        let facts = hello(&gpu, &bootstrap, &options, deadline)?;
+        let (facts, network) = hello(&gpu, &bootstrap, &options, deadline)?;
         let children = (0..ranks).map(|rank| Child::Rank(Rank(rank))).collect();
         let declared = Declared::new(vec![children], ranks, options.group.order)
             .map_err(|error| GpuError::Invalid(format!("a group of {ranks} ranks: {error}")))?;
@@ -171,6 +172,7 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
             bootstrap,
             me,
             facts,
+            network,
             options,
             situation,
             stream,
@@ -240,8 +242,8 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         Ok(self.trace.take().map(|trace| trace.finish(&self.gpu)).transpose()?.unwrap_or_default())
     }
 
-    /// Let the other ranks open `memory`, all of it. All ranks call it, each with its own, and keep the memory until all have
-    /// closed it ([`PeerGroup::unshare`]).
+    /// Let the other ranks open `memory`, all of it. All ranks call it, each with its own, and keep the memory until
+    /// all have closed it ([`PeerGroup::unshare`]).
     ///
     /// # Errors
     /// [`PeerError`]. Memory that can't be opened is none: [`Shared::why_staged`] says it, alike at all ranks.
@@ -256,8 +258,8 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         Ok(Shared { number, own: memory.clone(), seen })
     }
 
-    /// Close the other ranks' part of what was shared, so that each may free its own. All ranks call it, when all that they
-    /// started on it is done.
+    /// Close the other ranks' part of what was shared, so that each may free its own. All ranks call it, when all
+    /// that they started on it is done.
     ///
     /// # Errors
     /// [`PeerError`].
@@ -270,8 +272,8 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         Ok(())
     }
 
-    /// End the group in good order. All ranks call it, when all that they started is done. What is shared must have been
-    /// closed before ([`PeerGroup::unshare`]).
+    /// End the group in good order. All ranks call it, when all that they started is done. What is shared must have
+    /// been closed before ([`PeerGroup::unshare`]).
     ///
     /// # Errors
     /// [`PeerError`].
@@ -293,8 +295,9 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
             options: &self.options,
             why_staged: shared.why_staged(),
             no_nccl: self.why_no_nccl(),
+            network: self.network,
         };
-        choice.explain(desc, algo, &self.bootstrap)
+        choice.explain(desc, algo)
     }
 
     /// Hand an operation in place to the GPU; it begins when the events `after` have come, at all ranks. The host does

@@ -8,6 +8,7 @@ use crate::exec::gpu::{Gpu, GpuError};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
+use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 
 /// Counts the forms of what ranks tell each other.
 const VERSION: u32 = 1;
@@ -19,7 +20,34 @@ pub(super) struct Hello {
     /// What has to be the same at all ranks.
     options: String,
     pub(super) facts: PeerFacts,
+    /// What the network costs, as this rank sees it.
+    network: Option<NetworkCost>,
 }
+
+/// What an all-reduce through the network is expected to take: to begin with, and for each byte, in seconds.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub(super) struct NetworkCost {
+    alpha_s: f64,
+    beta_s: f64,
+}
+
+impl NetworkCost {
+    /// Ask for two sizes, and draw a line.
+    fn of(bootstrap: &impl Bootstrap) -> Option<Self> {
+        let cost_s = |count: u64| bootstrap.cost_s(&OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, count));
+        let (small, large) = (cost_s(SMALL_COUNT)?, cost_s(LARGE_COUNT)?);
+        let beta_s = ((large - small) / (4 * (LARGE_COUNT - SMALL_COUNT)) as f64).max(0.0);
+        Some(Self { alpha_s: (small - beta_s * (4 * SMALL_COUNT) as f64).max(0.0), beta_s })
+    }
+
+    pub(super) fn seconds(&self, bytes: f64) -> f64 {
+        self.alpha_s + self.beta_s * bytes
+    }
+}
+
+/// The elements of the operations that the network is asked for: 1 KiB and 16 MiB.
+const SMALL_COUNT: u64 = 1 << 8;
+const LARGE_COUNT: u64 = 1 << 22;
 
 /// A rank's memory, or why nobody can have it; what it is for has a number.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -48,13 +76,13 @@ fn tell<T: Serialize + DeserializeOwned>(
     all.iter().enumerate().map(read).collect()
 }
 
-/// Exchange what each rank has.
+/// Exchange what each rank has; return it with what rank 0 expects of the network.
 pub(super) fn hello<G: Peered>(
     gpu: &G,
     bootstrap: &impl Bootstrap,
     options: &PeerOptions,
     deadline: Instant,
-) -> Result<Vec<PeerFacts>, PeerError> {
+) -> Result<(Vec<PeerFacts>, Option<NetworkCost>), PeerError> {
     let group = &options.group;
     let same = format!(
         "order {:?}, table {}, pieces of {}, chunks of {}, direct: {}, network first: {}, NCCL: {}",
@@ -66,7 +94,7 @@ pub(super) fn hello<G: Peered>(
         options.network_first,
         options.nccl
     );
-    let mine = Hello { version: VERSION, options: same, facts: gpu.facts()? };
+    let mine = Hello { version: VERSION, options: same, facts: gpu.facts()?, network: NetworkCost::of(bootstrap) };
     let all = tell(bootstrap, &mine, deadline)?;
     for (rank, hello) in all.iter().enumerate() {
         let differs = |why: String| Err(PeerError::Message { rank: rank as u32, why });
@@ -77,7 +105,8 @@ pub(super) fn hello<G: Peered>(
             return differs(format!("options {}, here they are {}", hello.options, mine.options));
         }
     }
-    Ok(all.into_iter().map(|hello| hello.facts).collect())
+    let network = all.first().and_then(|hello| hello.network);
+    Ok((all.into_iter().map(|hello| hello.facts).collect(), network))
 }
 
 /// Return the first reason against the direct way that the ranks' own words have.

@@ -150,7 +150,7 @@ pub trait Bootstrap {
     /// [`PeerError::Bootstrap`].
     fn all_reduce(&self, desc: &OpDesc, bytes: &mut [u8], deadline: Instant) -> Result<Reduced, PeerError>;
 
-    /// Return what it expects such an operation to take, in seconds; all ranks expect the same.
+    /// Return what it expects such an operation to take, in seconds. Ranks need not agree: rank 0's word counts.
     fn cost_s(&self, desc: &OpDesc) -> Option<f64>;
 }
 

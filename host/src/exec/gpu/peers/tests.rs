@@ -111,7 +111,8 @@ impl Bootstrap for Seat<'_> {
     }
 
     fn cost_s(&self, _: &OpDesc) -> Option<f64> {
-        Some(self.board.cost_s)
+        // Ranks see the network differently: rank 0's word counts.
+        Some(if self.rank == 0 { self.board.cost_s } else { 1.0 - self.board.cost_s })
     }
 }
 
