@@ -220,6 +220,8 @@ wire_enum! {
         HostTree = 10, "host-tree";
         /// From one rank to another.
         PointToPoint = 11, "point-to-point";
+        /// By NCCL, over the memory of GPUs.
+        Nccl = 12, "nccl";
     }
 }
 

@@ -1,8 +1,8 @@
 //! Compiles the GPU's kernels, all or some, and tells what became of them; see `tests/gpu/compile`.
 //!
-//! `cuda_kernels [--some] ARCH...` compiles every kernel for each architecture (80, 90, 100) and prints registers and sizes;
-//! with `--some` one operator of every type, and every operator of an integer and a float;
-//! `cuda_kernels --ptx FOLDER ARCH` writes every kernel's PTX, for machines without the compiler.
+//! `cuda_kernels [--some] ARCH...` compiles every kernel for each architecture (80, 90, 100) and prints registers and
+//! sizes; with `--some` one operator of every type, and every operator of an integer and a float; `cuda_kernels --ptx
+//! FOLDER ARCH` writes every kernel's PTX, for machines without the compiler.
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -57,6 +57,10 @@ fn run(folder: Option<&str>, is_some: bool, archs: &[u32]) -> Result<(), String>
             print(arch, &compiled)?;
         }
         bulk(folder, arch)?;
+        let product = compile::compile_product(target).map_err(|error| error.to_string())?;
+        if let Some(folder) = folder {
+            write(folder, std::iter::once((CompiledKernel::PRODUCT_FILE_NAME.to_owned(), &product)))?;
+        }
         println!("{} kernels for {target:?} in {:.1} s", compiled.len(), begun.elapsed().as_secs_f64());
     }
     Ok(())

@@ -1,5 +1,6 @@
-//! A GPU's buffer through a tree of devices, staged through chunks, also where a device dies under it. The GPU is the
-//! double; controller, boards and communicators are those that ship.
+//! A GPU's buffer through a tree of devices, staged through chunks, also where a device dies under it; and GPUs of
+//! several processes that find each other over a communicator. The GPU is the double; controller, boards and
+//! communicators are those that ship.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -8,8 +9,9 @@ use common::{Cluster, by_packets, plain};
 use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 use sumac::controller::ControllerConfig;
+use sumac::exec::gpu::peers::{PeerGroup, PeerOptions, PeerOutcome, Way, WhyStaged};
 use sumac::exec::gpu::{Double, DoubleMemory, Gpu, StagedError, Staging, all_reduce_staged};
-use sumac::{Communicator, Dtype, Error, Outcome, Path, ReduceOp};
+use sumac::{Algo, Communicator, Dtype, Error, Outcome, Path, ReduceOp};
 use sumac_firmware::emulated::BusConfig;
 
 const RANKS: u32 = 4;
@@ -83,4 +85,67 @@ fn an_error_of_the_network_comes_out_as_it_is() {
         all_reduce(&gpu, &comm)
     });
     assert!(matches!(errors[0], Err(StagedError::Network(Error::Cancelled))), "{errors:?}");
+}
+
+/// All-reduce among GPUs whose ranks have a communicator, and check the sum.
+fn among_peers(peers: &mut PeerGroup<Double, Communicator>, rank: u32, algo: Algo) -> PeerOutcome {
+    let memory = upload(peers.gpu(), rank);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let shared = peers.share(&memory, deadline).expect("shown");
+    let outcome = peers.all_reduce(&shared, (Dtype::U32, ReduceOp::Sum, algo), &[], deadline).expect("reduced");
+    let total = |i| (0..RANKS).fold(0, |sum: u32, rank| sum.wrapping_add(value(rank, i)));
+    let wanted: Vec<u8> = (0..COUNT).flat_map(|i| total(i).to_le_bytes()).collect();
+    assert!(peers.gpu().download_now(&memory) == wanted, "rank {rank}");
+    outcome
+}
+
+#[test]
+fn gpus_of_several_processes_find_each_other_over_a_communicator() {
+    let cluster = Cluster::start_on(1, 4, BusConfig::default(), ControllerConfig::new());
+    let machine = Double::new(21, 1 << 28);
+    cluster.run("peers", RANKS, plain, |comm| {
+        let (rank, deadline) = (comm.rank(), Instant::now() + Duration::from_secs(60));
+        let gpu = machine.process(rank as u8 % 2);
+        let options = PeerOptions { nccl: false, ..PeerOptions::default() };
+        let mut peers = PeerGroup::join(gpu, comm, options, deadline).expect("joined");
+        assert_eq!(peers.why_staged(), None);
+        let forced = among_peers(&mut peers, rank, Algo::Ring);
+        assert_eq!(forced.way, Way::Direct(Path::Ring));
+        let open = among_peers(&mut peers, rank, Algo::Auto);
+        assert!(matches!(open.way, Way::Direct(_)), "the communicator's tree costs more: {open:?}");
+    });
+}
+
+/// Staged through the tree by choice; when its device dies and the ranks are left with schedules of the hosts, what is
+/// left of the buffer goes from GPU to GPU.
+#[test]
+fn what_a_dead_device_leaves_over_goes_from_gpu_to_gpu() {
+    let mut cluster = Cluster::start_on(1, 4, BusConfig::default(), ControllerConfig::new());
+    let boards = Mutex::new(std::mem::take(&mut cluster.boards));
+    let (machine, gate) = (Double::new(22, 1 << 28), Barrier::new(RANKS as usize));
+    let seen = cluster.run("left", RANKS, plain, |comm| {
+        let (rank, deadline) = (comm.rank(), Instant::now() + Duration::from_secs(60));
+        let gpu = machine.process(rank as u8);
+        let options =
+            PeerOptions { nccl: false, network_first: true, chunk_bytes: CHUNK_BYTES, ..PeerOptions::default() };
+        let mut peers = PeerGroup::join(gpu, comm, options, deadline).expect("joined");
+        let whole = among_peers(&mut peers, rank, Algo::Auto);
+        assert_eq!((whole.way, whole.direct_bytes), (Way::Staged(WhyStaged::Asked), 0));
+        assert!(whole.chunks.iter().all(|path| *path == Path::Tree), "{:?}", whole.chunks);
+        gate.wait();
+        let left = std::thread::scope(|scope| {
+            if rank == 0 {
+                scope.spawn(|| boards.lock().expect("nobody panicked").clear());
+            }
+            among_peers(&mut peers, rank, Algo::Auto)
+        });
+        gate.wait();
+        // However fast it was done, the next one finds no tree.
+        let next = among_peers(&mut peers, rank, Algo::Auto);
+        (left, next)
+    });
+    for (left, next) in &seen {
+        assert_eq!((left.direct_bytes, next.direct_bytes), (seen[0].0.direct_bytes, seen[0].1.direct_bytes));
+        assert!(next.direct_bytes > 0 && next.fallback.is_some(), "{next:?}");
+    }
 }

@@ -49,7 +49,7 @@ pub(crate) fn run(_args: &DoctorArgs) -> Result<(), Failure> {
     findings.extend(udp());
     findings.extend([tcp(), huge_pages()]);
     findings.extend(shm::findings());
-    findings.push(cuda());
+    findings.extend([cuda(), gpu_direct()]);
     findings.extend(verbs::findings());
     let mut out = io::stdout().lock();
     for finding in &findings {
@@ -212,4 +212,17 @@ fn cuda() -> Finding {
         Err(error) => (Health::Missing, error.to_string(), "ranks reduce in CPU memory instead".into()),
     };
     Finding { health, what: "CUDA memory", found, advice }
+}
+
+fn gpu_direct() -> Finding {
+    let staged = "GPU buffers go through pinned memory instead".to_owned();
+    let (health, found, advice) = match sumac::exec::gpu::direct::probe_direct() {
+        Ok(Ok(device)) => {
+            let found = format!("{device} registers the GPU's memory (dma-buf)");
+            (Health::Ok, found, "communicators do not use it yet: GPU buffers go through pinned memory".into())
+        }
+        Ok(Err(why)) => (Health::Missing, why.to_string(), staged),
+        Err(error) => (Health::Missing, error.to_string(), staged),
+    };
+    Finding { health, what: "GPUDirect RDMA", found, advice }
 }

@@ -319,6 +319,7 @@ fn doctor_names_what_is_there_and_what_is_not() {
         "UDP port",
         "TCP port",
         "CUDA memory",
+        "GPUDirect RDMA",
         "RDMA (verbs)",
         "shared memory",
         "pidfd",

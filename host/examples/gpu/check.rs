@@ -2,7 +2,8 @@
 //!
 //! The double can stand in for the GPU too, so that what checks is itself checked where there is none ([`rehearse`]).
 
-use super::Draws;
+use super::{Draws, get, put, write};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use sumac::coll::{ALGORITHMS, Place, Problem, tree::Tree};
 use sumac::exec::cuda::Cuda;
@@ -26,22 +27,64 @@ struct Check<'a, G> {
     elements: usize,
     /// What keeps the GPU busy for longer than handing it over takes.
     long_bytes: usize,
+    /// After that no more operations are compared.
+    until: Instant,
 }
 
-pub(super) fn run(cuda: &Cuda) -> Result<(), String> {
+/// Check everything for as long as there is time; return how many operations there was none for.
+pub(super) fn run(cuda: &Cuda, limit: Duration) -> Result<usize, String> {
     let another = || cuda.another();
-    check(&Check { another: &another, ranks: &[1, 2, 3, 4, 8], elements: 20_000, long_bytes: 512 << 20 })
+    let (ranks, until) = (&[1, 2, 3, 4, 8], Instant::now() + limit);
+    preload(cuda)?;
+    check(&Check { another: &another, ranks, elements: 20_000, long_bytes: 512 << 20, until })
+}
+
+/// Get the code of all kernels, compiled on all cores.
+fn preload(cuda: &Cuda) -> Result<(), String> {
+    let all = Dtype::ALL.iter().flat_map(|&dtype| ReduceOp::ALL.iter().filter_map(move |&op| Kernel::new(dtype, op)));
+    let (kernels, next, begun): (Vec<_>, _, _) = (all.collect(), AtomicUsize::new(0), Instant::now());
+    let work = || -> Result<(), GpuError> {
+        while let Some(kernel) = kernels.get(next.fetch_add(1, Ordering::Relaxed)) {
+            cuda.load(kernel)?;
+        }
+        Ok(())
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().try_for_each(|worker| match worker.join() {
+            Ok(result) => result.map_err(words),
+            Err(_) => Err("a thread that loads kernels panicked".to_owned()),
+        })
+    })?;
+    println!("{} kernels are in the GPU after {:.1} s", kernels.len(), begun.elapsed().as_secs_f64());
+    Ok(())
 }
 
 /// Check the double against the double.
 pub(super) fn rehearse() -> Result<(), String> {
     let another = || Ok(Double::new(3, 1 << 28));
-    check(&Check { another: &another, ranks: &[1, 3, 4], elements: 200, long_bytes: 1 << 20 })
+    let long = Instant::now() + Duration::from_secs(3600);
+    let mut short = Check { another: &another, ranks: &[1, 3, 4], elements: 200, long_bytes: 1 << 20, until: long };
+    match check(&short)? {
+        0 => {}
+        left_out => return Err(format!("{left_out} operations were left out of the rehearsal")),
+    }
+    // No time at all: everything is left out, and said to be.
+    (short.ranks, short.until) = (&[3], Instant::now());
+    match check(&short)? {
+        0 => Err("a check without time left nothing out".into()),
+        _ => Ok(()),
+    }
 }
 
-fn check<G: Bulk>(check: &Check<'_, G>) -> Result<(), String> {
+fn check<G: Bulk>(check: &Check<'_, G>) -> Result<usize, String> {
     let mut draws = Draws::fresh();
-    let mut compared = 0;
+    repeats(check)?;
+    ends(check)?;
+    stages(check)?;
+    engines(check, &mut draws)?;
+    let (mut compared, mut left_out) = (0, 0);
     for &ranks in check.ranks {
         for &dtype in Dtype::ALL {
             let mut group = group(check, pieces(), ranks)?;
@@ -50,6 +93,10 @@ fn check<G: Bulk>(check: &Check<'_, G>) -> Result<(), String> {
                 let Some(kernel) = Kernel::new(dtype, op) else { continue };
                 for algo in ALGOS {
                     for is_in_place in [true, false] {
+                        if Instant::now() >= check.until {
+                            left_out += 1;
+                            continue;
+                        }
                         let count = 1 + (draws.next() >> 32) as usize % check.elements;
                         let data = Data::all_reduce(&mut draws, &kernel, ranks, count);
                         compare(&mut group, &mut double, (algo, is_in_place), &data)?;
@@ -63,10 +110,10 @@ fn check<G: Bulk>(check: &Check<'_, G>) -> Result<(), String> {
     println!(
         "{compared} operations have the bits of the same schedule on the CPU, and all-reduced floats float64's values"
     );
-    repeats(check)?;
-    ends(check)?;
-    stages(check)?;
-    engines(check, &mut draws)
+    if left_out > 0 {
+        println!("{left_out} operations were left out: the time was up");
+    }
+    Ok(left_out)
 }
 
 /// One operation and what goes into it.
@@ -138,27 +185,6 @@ fn double(ranks: u32) -> Result<Group<Double>, String> {
 
 fn group<G: Bulk>(check: &Check<'_, G>, options: GroupOptions, ranks: u32) -> Result<Group<G>, String> {
     (check.another)().and_then(|gpu| Group::new(gpu, ranks, options)).map_err(words)
-}
-
-/// Return memory with these bytes.
-fn put<G: Gpu>(gpu: &G, stream: &G::Stream, bytes: &[u8]) -> Result<G::Memory, GpuError> {
-    let memory = gpu.alloc(bytes.len())?;
-    write(gpu, stream, &memory, bytes)?;
-    Ok(memory)
-}
-
-fn write<G: Gpu>(gpu: &G, stream: &G::Stream, memory: &G::Memory, bytes: &[u8]) -> Result<(), GpuError> {
-    let mut pinned = gpu.pinned(bytes.len())?;
-    gpu.host(&mut pinned)?[..bytes.len()].copy_from_slice(bytes);
-    gpu.upload(stream, Part { memory, at: 0, len_bytes: bytes.len() }, &mut pinned)?;
-    gpu.host(&mut pinned).map(|_| ())
-}
-
-/// Return the bytes of memory.
-fn get<G: Gpu>(gpu: &G, stream: &G::Stream, memory: &G::Memory, len_bytes: usize) -> Result<Vec<u8>, GpuError> {
-    let mut pinned = gpu.pinned(len_bytes)?;
-    gpu.download(stream, &mut pinned, Part { memory, at: 0, len_bytes })?;
-    Ok(gpu.host(&mut pinned)?[..len_bytes].to_vec())
 }
 
 /// Run one operation on both, and compare.

@@ -1,27 +1,77 @@
-//! Tables: passes beside the copy that is measured in the same run, all-reduces of ranks on one GPU, small messages.
+//! Tables: passes beside the copy that is measured in the same run, all-reduces of ranks on one GPU, small messages,
+//! and what communicates beside a matrix product.
 //!
 //! Times are medians. "Moved" is what the passes of an operation read and write, so its rate can be compared with the
-//! copy's, which reads and writes each byte.
+//! copy's, which reads and writes each byte. Each row is printed when it is measured; one that can't be had says why,
+//! and the others go on. Figures are printed of a GPU alone: [`rehearse`] runs the same on the double and prints
+//! none.
 
+use super::out::Out;
+use super::{Draws, put};
 use std::time::{Duration, Instant};
-use sumac::exec::cuda::{Cuda, CudaMemory};
+use sumac::exec::cuda::{Cuda, Product};
 use sumac::exec::gpu::engine::Bulk;
-use sumac::exec::gpu::{Fused, Gpu, GpuBuffers, GpuError, Group, GroupOptions, Part, Request};
+use sumac::exec::gpu::trace::Kind;
+use sumac::exec::gpu::{Double, Fused, Gpu, GpuBuffers, GpuError, Group, GroupOptions, Part, Request, Work};
 use sumac::{Algo, Dtype, OpDesc, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
 const MIB: usize = 1 << 20;
-const ROUNDS: usize = 21;
 const PATIENCE: Duration = Duration::from_secs(60);
 
-pub(super) fn run(cuda: &Cuda) -> Result<(), String> {
-    measure(cuda).map_err(|error| error.to_string())
+/// How much is done, and with what.
+struct Bench<'a, G: Gpu, P> {
+    gpu: &'a G,
+    another: &'a dyn Fn() -> Result<G, GpuError>,
+    /// Hands something to compute to a stream: one unit of it.
+    compute: P,
+    /// The bytes that stand for a MiB.
+    mib: usize,
+    rounds: usize,
 }
 
-fn measure(cuda: &Cuda) -> Result<(), GpuError> {
-    let copy = passes(cuda)?;
-    all_reduces(cuda, copy)?;
-    small_messages(cuda)
+/// The sections of the tables, each of which can be run alone.
+pub(super) const SECTIONS: [&str; 4] = ["passes", "all-reduce", "small", "overlap"];
+
+/// Run one section on the GPU; `trace` is where the last one writes what ran when.
+pub(super) fn run(cuda: &Cuda, section: &str, out: &mut Out, trace: Option<&str>) -> Result<(), String> {
+    let another = || cuda.another();
+    let product = match section {
+        "overlap" => Some(cuda.product(4096).map_err(|error| format!("the matrix product: {error}"))?),
+        _ => None,
+    };
+    let compute = |on: &_| product.as_ref().map_or(Ok(()), |product: &Product| product.run(on));
+    let mut bench = Bench { gpu: cuda, another: &another, compute, mib: MIB, rounds: 21 };
+    bench.section(section, out, trace).map_err(|error| error.to_string())
+}
+
+/// Run all sections on the double, small; nothing of it is a figure.
+pub(super) fn rehearse() -> Result<(), String> {
+    let gpu = Double::new(5, 1 << 26);
+    let another = || Ok(gpu.clone());
+    let (a, b) = (gpu.alloc(5_000).map_err(words)?, gpu.alloc(5_000).map_err(words)?);
+    let whole = |memory| Part { memory, at: 0, len_bytes: 5_000 };
+    let compute = |on: &_| gpu.copy(on, whole(&a), whole(&b));
+    let mut bench = Bench { gpu: &gpu, another: &another, compute, mib: 64, rounds: 2 };
+    let trace = std::env::temp_dir().join(format!("sumac-rehearsal-{}.json", std::process::id()));
+    for section in SECTIONS {
+        let mut out = Out::rehearsal();
+        bench.section(section, &mut out, trace.to_str()).map_err(words)?;
+        if out.failed() > 0 {
+            return Err(format!("the rehearsal of {section} has {} rows that failed", out.failed()));
+        }
+    }
+    let written = std::fs::read_to_string(&trace).map_err(|error| format!("{}: {error}", trace.display()))?;
+    std::fs::remove_file(&trace).map_err(|error| error.to_string())?;
+    if !(written.contains("\"compute\"") && written.contains("\"communication\"")) {
+        return Err("the trace of the rehearsal lacks a kind of span".into());
+    }
+    println!("the tables were rehearsed on the double, without figures");
+    Ok(())
+}
+
+fn words(error: GpuError) -> String {
+    error.to_string()
 }
 
 fn median(mut times: Vec<f64>) -> f64 {
@@ -29,148 +79,283 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
-/// Return the median time in seconds of what `body` hands to a stream, by the GPU's clock.
-fn timed(
-    cuda: &Cuda,
-    stream: &<Cuda as Gpu>::Stream,
-    mut body: impl FnMut() -> Result<(), GpuError>,
-) -> Result<f64, GpuError> {
-    let (begin, end) = (cuda.timer()?, cuda.timer()?);
-    body()?;
-    let mut times = Vec::new();
-    for _ in 0..ROUNDS {
-        cuda.record(&begin, stream)?;
+impl<G: Bulk, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, P> {
+    fn section(&mut self, section: &str, out: &mut Out, trace: Option<&str>) -> Result<(), GpuError> {
+        match section {
+            "passes" => self.passes(out),
+            "all-reduce" => self.all_reduces(out),
+            "small" => self.small_messages(out),
+            "overlap" => self.overlap(out, trace),
+            other => Err(GpuError::Invalid(format!("{other} is no section; there are {}", SECTIONS.join(", ")))),
+        }
+    }
+
+    /// Return the median time in seconds of what `body` hands to a stream, by the GPU's clock.
+    fn timed(&self, on: &G::Stream, mut body: impl FnMut() -> Result<(), GpuError>) -> Result<f64, GpuError> {
+        let (begin, end) = (self.gpu.timer()?, self.gpu.timer()?);
         body()?;
-        cuda.record(&end, stream)?;
-        while !cuda.is_done(&end)? {
-            std::hint::spin_loop();
+        let mut times = Vec::new();
+        for _ in 0..self.rounds {
+            self.gpu.record(&begin, on)?;
+            body()?;
+            self.gpu.record(&end, on)?;
+            until(self.gpu, &end)?;
+            times.push(self.gpu.elapsed_us(&begin, &end)? / 1e6);
         }
-        let elapsed = begin.elapsed_ms(&end);
-        let elapsed = elapsed.map_err(|error| GpuError::Lost(error.to_string()))?;
-        times.push(f64::from(elapsed) / 1e3);
+        Ok(median(times))
     }
-    Ok(median(times))
-}
 
-/// Measure copies and passes at 256 MiB; return the copy's bytes read and written a second.
-fn passes(cuda: &Cuda) -> Result<f64, GpuError> {
-    let len_bytes = 256 * MIB;
-    let stream = cuda.stream()?;
-    let memory = (0..3).map(|_| cuda.alloc(len_bytes)).collect::<Result<Vec<_>, _>>()?;
-    for each in &memory {
-        cuda.write(each, &vec![0; len_bytes])?;
-    }
-    let part = |index: usize| Part { memory: &memory[index], at: 0, len_bytes };
-    let seconds = timed(cuda, &stream, || cuda.copy(&stream, part(0), part(1)))?;
-    let copy = 2.0 * len_bytes as f64 / seconds;
-    println!("\n| 256 MiB | us | GB/s moved | of the copy |\n|---|---|---|---|");
-    println!("| copy | {:.1} | {:.0} | 100 % |", seconds * 1e6, copy / 1e9);
-    for (dtype, op) in [
-        (Dtype::F32, ReduceOp::Sum),
-        (Dtype::Bf16, ReduceOp::Sum),
-        (Dtype::F16, ReduceOp::Sum),
-        (Dtype::F64, ReduceOp::Sum),
-        (Dtype::I8, ReduceOp::Sum),
-        (Dtype::E4m3, ReduceOp::Sum),
-        (Dtype::F32, ReduceOp::Max),
-        (Dtype::F32, ReduceOp::Avg),
-    ] {
-        let Some(kernel) = Kernel::new(dtype, op) else { continue };
-        let code = cuda.load(&kernel)?;
-        let fused = Fused {
-            from: part(0),
-            is_partial: false,
-            own: Some((part(1), false)),
-            to: part(2),
-            is_finished: true,
-            count: len_bytes / kernel.element_bytes(),
-            ranks: 8,
-        };
-        let seconds = timed(cuda, &stream, || cuda.land(&stream, &code, &fused))?;
-        let rate = 3.0 * len_bytes as f64 / seconds;
-        println!("| {dtype} {op} | {:.1} | {:.0} | {:.1} % |", seconds * 1e6, rate / 1e9, rate / copy * 100.0);
-    }
-    // In flight: the destination is read by the memory's own units, so as much is moved, by other means.
-    if let Err(error) = cuda.check_bulk() {
-        println!("| copy engine: {error} | | | |");
-        return Ok(copy);
-    }
-    for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16, Dtype::F64, Dtype::I32] {
-        let types = (dtype, ReduceOp::Sum);
-        let seconds = timed(cuda, &stream, || cuda.bulk_reduce(&stream, types, part(2), part(0)))?;
-        let rate = 3.0 * len_bytes as f64 / seconds;
-        println!("| {dtype} sum in flight | {:.1} | {:.0} | {:.1} % |", seconds * 1e6, rate / 1e9, rate / copy * 100.0);
-    }
-    Ok(copy)
-}
-
-fn buffers(cuda: &Cuda, ranks: u32, len_bytes: usize) -> Result<Vec<GpuBuffers<CudaMemory>>, GpuError> {
-    let zeros = vec![0; len_bytes];
-    let buffer = || {
-        let memory = cuda.alloc(len_bytes)?;
-        cuda.write(&memory, &zeros)?;
-        Ok(GpuBuffers::InPlace(memory))
-    };
-    (0..ranks).map(|_| buffer()).collect()
-}
-
-/// Return the median time in seconds from handing over to knowing that it is done, by the host's clock.
-fn waited(
-    group: &mut Group<Cuda>,
-    mut start: impl FnMut(&mut Group<Cuda>) -> Result<sumac::exec::gpu::Work<Cuda>, GpuError>,
-) -> Result<f64, GpuError> {
-    let mut times = Vec::new();
-    for round in 0..=ROUNDS {
-        let begun = Instant::now();
-        let work = start(group)?;
-        group.wait(work, begun + PATIENCE)?;
-        // The first one loads code and makes memory.
-        if round > 0 {
-            times.push(begun.elapsed().as_secs_f64());
+    /// Return memory of random bits: what a GPU draws, and so its clock, hangs on the data.
+    fn random(&self, len_bytes: usize) -> Result<G::Memory, GpuError> {
+        let stream = self.gpu.stream()?;
+        let memory = self.gpu.alloc(len_bytes)?;
+        let mut draws = Draws::fresh();
+        let block: Vec<u8> = (0..len_bytes.min(4 * MIB).div_ceil(4)).flat_map(|_| draws.unit().to_le_bytes()).collect();
+        let source = put(self.gpu, &stream, &block)?;
+        for at in (0..len_bytes).step_by(block.len()) {
+            let len_bytes = block.len().min(len_bytes - at);
+            let (to, from) = (Part { memory: &memory, at, len_bytes }, Part { memory: &source, at: 0, len_bytes });
+            self.gpu.copy(&stream, to, from)?;
         }
+        let end = self.gpu.event()?;
+        self.gpu.record(&end, &stream)?;
+        until(self.gpu, &end)?;
+        Ok(memory)
     }
-    Ok(median(times))
-}
 
-fn group(cuda: &Cuda, ranks: u32) -> Result<Group<Cuda>, GpuError> {
-    Group::new(cuda.another()?, ranks, GroupOptions::default())
-}
+    /// Return what a copy of 256 MiB reads and writes in a second.
+    fn copy_rate(&self) -> Result<(f64, f64), GpuError> {
+        let len_bytes = 256 * self.mib;
+        let (stream, a, b) = (self.gpu.stream()?, self.gpu.alloc(len_bytes)?, self.random(len_bytes)?);
+        let part = |memory| Part { memory, at: 0, len_bytes };
+        let seconds = self.timed(&stream, || self.gpu.copy(&stream, part(&a), part(&b)))?;
+        Ok((2.0 * len_bytes as f64 / seconds, seconds))
+    }
 
-fn all_reduces(cuda: &Cuda, copy: f64) -> Result<(), GpuError> {
-    println!(
-        "\n| all-reduce, f32 sum, in place | ranks | MiB | us | GB/s moved | of the copy |\n|---|---|---|---|---|---|"
-    );
-    for ranks in [2, 4, 8] {
-        let mut group = group(cuda, ranks)?;
-        for mib in [1, 4, 16, 64, 256, 1024] {
-            let len_bytes = mib * MIB;
-            let buffers = buffers(group.gpu(), ranks, len_bytes)?;
-            let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, len_bytes as u64 / 4);
-            for algo in [Algo::Ring, Algo::HalvingDoubling] {
-                let request = Request { desc, algo, buffers: &buffers, scalars: &[] };
-                let moved = group.moved_bytes(&request)? as f64;
-                let seconds = waited(&mut group, |group| group.start(&request, &[]))?;
-                let rate = moved / seconds;
-                let (us, share) = (seconds * 1e6, rate / copy * 100.0);
-                println!("| {algo} | {ranks} | {mib} | {us:.1} | {:.0} | {share:.1} % |", rate / 1e9);
+    /// Measure copies and passes at 256 MiB.
+    fn passes(&self, out: &mut Out) -> Result<(), GpuError> {
+        let len_bytes = 256 * self.mib;
+        let stream = self.gpu.stream()?;
+        let memory = (0..3).map(|_| self.random(len_bytes)).collect::<Result<Vec<_>, _>>()?;
+        let part = |index: usize| Part { memory: &memory[index], at: 0, len_bytes };
+        out.head(&["256 MiB", "us", "GB/s moved", "of the copy", "goal"]);
+        let (copy, seconds) = self.copy_rate()?;
+        out.row("copy", &[], || Ok(vec![us(seconds), gb(copy), "100 %".into(), String::new()]));
+        let pass = |dtype, op, goal| (dtype, op, goal);
+        for (dtype, op, goal) in [
+            pass(Dtype::F32, ReduceOp::Sum, Some(85.0)),
+            pass(Dtype::Bf16, ReduceOp::Sum, Some(85.0)),
+            pass(Dtype::F16, ReduceOp::Sum, None),
+            pass(Dtype::F64, ReduceOp::Sum, None),
+            pass(Dtype::I32, ReduceOp::Sum, None),
+            pass(Dtype::I8, ReduceOp::Sum, None),
+            pass(Dtype::E4m3, ReduceOp::Sum, None),
+            pass(Dtype::F32, ReduceOp::Max, None),
+            pass(Dtype::F32, ReduceOp::Avg, None),
+        ] {
+            let Some(kernel) = Kernel::new(dtype, op) else { continue };
+            out.row(&format!("{dtype} {op}"), &[], || {
+                let code = self.gpu.load(&kernel)?;
+                let fused = Fused {
+                    from: part(0),
+                    is_partial: false,
+                    own: Some((part(1), false)),
+                    to: part(2),
+                    is_finished: true,
+                    count: len_bytes / kernel.element_bytes(),
+                    ranks: 8,
+                };
+                let seconds = self.timed(&stream, || self.gpu.land(&stream, &code, &fused))?;
+                Ok(moved(3.0 * len_bytes as f64, seconds, copy, goal))
+            });
+            // In flight: the destination is read by the memory's own units, so as much is moved, by other means.
+            if op == ReduceOp::Sum && sumac::exec::gpu::engine::bulk_instruction(dtype, op).is_some() {
+                out.row(&format!("{dtype} {op} in flight"), &[], || {
+                    self.gpu.check_bulk()?;
+                    let seconds =
+                        self.timed(&stream, || self.gpu.bulk_reduce(&stream, (dtype, op), part(2), part(0)))?;
+                    Ok(moved(3.0 * len_bytes as f64, seconds, copy, None))
+                });
             }
         }
+        Ok(())
+    }
+
+    fn group(&self, ranks: u32) -> Result<Group<G>, GpuError> {
+        Group::new((self.another)()?, ranks, GroupOptions::default())
+    }
+
+    /// Return the median time in seconds from handing over to knowing that it is done, by the host's clock.
+    fn waited(
+        &self,
+        group: &mut Group<G>,
+        mut start: impl FnMut(&mut Group<G>) -> Result<Work<G>, GpuError>,
+    ) -> Result<f64, GpuError> {
+        let mut times = Vec::new();
+        for round in 0..=self.rounds {
+            let begun = Instant::now();
+            let work = start(group)?;
+            group.wait(work, begun + PATIENCE)?;
+            // The first one loads code and makes memory.
+            if round > 0 {
+                times.push(begun.elapsed().as_secs_f64());
+            }
+        }
+        Ok(median(times))
+    }
+
+    fn all_reduces(&self, out: &mut Out) -> Result<(), GpuError> {
+        let (copy, _) = self.copy_rate()?;
+        out.head(&["all-reduce, f32 sum, in place", "ranks", "MiB", "us", "GB/s moved", "of the copy", "goal"]);
+        for mib in [256, 1, 4, 16, 64, 1024] {
+            for ranks in [2, 4, 8] {
+                let len_bytes = mib * self.mib;
+                for algo in [Algo::Ring, Algo::HalvingDoubling] {
+                    out.row(algo.name(), &[ranks.to_string(), mib.to_string()], || {
+                        let mut group = self.group(ranks)?;
+                        let buffer = || self.random(len_bytes).map(GpuBuffers::InPlace);
+                        let buffers = (0..ranks).map(|_| buffer()).collect::<Result<Vec<_>, _>>()?;
+                        let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, len_bytes as u64 / 4);
+                        let request = Request { desc, algo, buffers: &buffers, scalars: &[] };
+                        let bytes = group.moved_bytes(&request)? as f64;
+                        let seconds = self.waited(&mut group, |group| group.start(&request, &[]))?;
+                        Ok(moved(bytes, seconds, copy, (mib == 256).then_some(75.0)))
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn small_messages(&self, out: &mut Out) -> Result<(), GpuError> {
+        out.head(&["all-reduce, f32 sum, 4 ranks, bytes", "by", "us", "captured, us"]);
+        let mut group = self.group(4)?;
+        for len_bytes in [8, 256, 4096, 65536] {
+            let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, len_bytes as u64 / 4);
+            let path = group.explain(&desc, Algo::Auto).chosen.map_or("none", |path| path.name());
+            out.row(&len_bytes.to_string(), &[path.into()], || {
+                let buffer = || self.random(len_bytes).map(GpuBuffers::InPlace);
+                let buffers = (0..4).map(|_| buffer()).collect::<Result<Vec<_>, _>>()?;
+                let request = Request { desc, algo: Algo::Auto, buffers: &buffers, scalars: &[] };
+                let plain = self.waited(&mut group, |group| group.start(&request, &[]))?;
+                let repeat = group.capture(&request)?;
+                let captured = self.waited(&mut group, |group| group.replay(&repeat, &[]))?;
+                Ok(vec![us(plain), us(captured)])
+            });
+        }
+        Ok(())
+    }
+
+    /// Measure an all-reduce and as much computing, alone and at the same time, and trace the last round.
+    fn overlap(&mut self, out: &mut Out, trace: Option<&str>) -> Result<(), GpuError> {
+        out.head(&["4 ranks, f32 sum, beside matrix products", "us"]);
+        let (ranks, len_bytes) = (4, 64 * self.mib);
+        let mut group = self.group(ranks)?;
+        let buffer = || self.random(len_bytes).map(GpuBuffers::InPlace);
+        let buffers = (0..ranks).map(|_| buffer()).collect::<Result<Vec<_>, _>>()?;
+        let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, len_bytes as u64 / 4);
+        let request = Request { desc, algo: Algo::Ring, buffers: &buffers, scalars: &[] };
+        let alone = self.waited(&mut group, |group| group.start(&request, &[]))?;
+        let stream = group.gpu().stream()?;
+        let end = group.gpu().event()?;
+        let computed = |group: &Group<G>, compute: &mut P, times: usize| {
+            let begun = Instant::now();
+            (0..times).try_for_each(|_| compute(&stream))?;
+            group.gpu().record(&end, &stream)?;
+            until(group.gpu(), &end)?;
+            Ok::<_, GpuError>(begun.elapsed().as_secs_f64())
+        };
+        computed(&group, &mut self.compute, 1)?;
+        let one = computed(&group, &mut self.compute, 1)?.max(1e-7);
+        // As long as the all-reduces.
+        let (sums, times) = (8, ((8.0 * alone / one) as usize).clamp(1, 1000));
+        let (mut computing, mut communicating, mut both) = (Vec::new(), Vec::new(), Vec::new());
+        for round in 0..self.rounds.min(7) {
+            computing.push(computed(&group, &mut self.compute, times)?);
+            communicating.push(reduced(&mut group, &request, sums)?);
+            if round == 0 {
+                group.start_trace()?;
+            }
+            let begun = Instant::now();
+            let mut works = Vec::new();
+            for index in 0..sums.max(times) {
+                if index < times {
+                    group.trace_span(&stream, ("products", "product"), || (self.compute)(&stream))?;
+                }
+                if index < sums {
+                    works.push(group.start(&request, &[])?);
+                }
+            }
+            group.gpu().record(&end, &stream)?;
+            works.into_iter().try_for_each(|work| group.wait(work, begun + PATIENCE))?;
+            until(group.gpu(), &end)?;
+            if round > 0 || self.rounds < 3 {
+                both.push(begun.elapsed().as_secs_f64());
+            }
+            if round == 0 {
+                let timeline = group.take_trace()?;
+                write_trace(&timeline, trace, out)?;
+            }
+        }
+        let (computing, communicating, both) = (median(computing), median(communicating), median(both));
+        let hidden = (computing + communicating - both) / computing.min(communicating);
+        out.row(&format!("{times} products of two matrices alone"), &[], || Ok(vec![us(computing)]));
+        out.row(&format!("{sums} all-reduces alone"), &[], || Ok(vec![us(communicating)]));
+        out.row("both at the same time", &[], || Ok(vec![us(both)]));
+        out.row("overlap efficiency: what is saved, of the shorter", &[], || {
+            Ok(vec![format!("{:.1} %", hidden * 100.0)])
+        });
+        Ok(())
+    }
+}
+
+/// Say how much of a trace overlaps, and write it.
+fn write_trace(timeline: &sumac::exec::gpu::trace::Timeline, to: Option<&str>, out: &mut Out) -> Result<(), GpuError> {
+    let overlap = timeline.overlap();
+    for kind in [Kind::Compute, Kind::Communication] {
+        if !timeline.spans.iter().any(|span| span.kind == kind) {
+            return Err(GpuError::Invalid(format!("a trace without {kind:?}")));
+        }
+    }
+    let efficiency = overlap.efficiency() * 100.0;
+    out.row("by the trace: time when both run, of the shorter", &[], || Ok(vec![format!("{efficiency:.1} %")]));
+    let Some(path) = to else { return Ok(()) };
+    let mut bytes = Vec::new();
+    let written = timeline.write(&mut bytes).and_then(|()| std::fs::write(path, bytes));
+    written.map_err(|error| GpuError::Invalid(format!("{path}: {error}")))?;
+    out.note(&format!("{} spans are in {path}, for ui.perfetto.dev", timeline.spans.len()));
+    Ok(())
+}
+
+fn reduced<G: Gpu>(group: &mut Group<G>, request: &Request<'_, G::Memory>, times: usize) -> Result<f64, GpuError> {
+    let begun = Instant::now();
+    let works = (0..times).map(|_| group.start(request, &[])).collect::<Result<Vec<_>, _>>()?;
+    works.into_iter().try_for_each(|work| group.wait(work, begun + PATIENCE))?;
+    Ok(begun.elapsed().as_secs_f64())
+}
+
+fn until<G: Gpu>(gpu: &G, event: &G::Event) -> Result<(), GpuError> {
+    let deadline = Instant::now() + PATIENCE;
+    while !gpu.is_done(event)? {
+        if Instant::now() > deadline {
+            return Err(GpuError::Deadline);
+        }
+        std::hint::spin_loop();
     }
     Ok(())
 }
 
-fn small_messages(cuda: &Cuda) -> Result<(), GpuError> {
-    println!("\n| all-reduce, f32 sum, 4 ranks, bytes | by | us | captured, us |\n|---|---|---|---|");
-    let mut group = group(cuda, 4)?;
-    for len_bytes in [8, 256, 4096, 65536] {
-        let buffers = buffers(group.gpu(), 4, len_bytes)?;
-        let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, len_bytes as u64 / 4);
-        let request = Request { desc, algo: Algo::Auto, buffers: &buffers, scalars: &[] };
-        let path = group.explain(&desc, Algo::Auto).chosen.map_or("none", |path| path.name());
-        let plain = waited(&mut group, |group| group.start(&request, &[]))?;
-        let repeat = group.capture(&request)?;
-        let captured = waited(&mut group, |group| group.replay(&repeat, &[]))?;
-        println!("| {len_bytes} | {path} | {:.1} | {:.1} |", plain * 1e6, captured * 1e6);
-    }
-    Ok(())
+fn us(seconds: f64) -> String {
+    format!("{:.1}", seconds * 1e6)
+}
+
+fn gb(rate: f64) -> String {
+    format!("{:.0}", rate / 1e9)
+}
+
+/// Return the columns of something that moves bytes: time, rate, share of the copy's, and the goal for that.
+fn moved(bytes: f64, seconds: f64, copy: f64, goal: Option<f64>) -> Vec<String> {
+    let share = bytes / seconds / copy * 100.0;
+    let verdict = |goal: f64| format!("{goal:.0} %: {}", if share >= goal { "met" } else { "missed" });
+    vec![us(seconds), gb(bytes / seconds), format!("{share:.1} %"), goal.map(verdict).unwrap_or_default()]
 }

@@ -60,11 +60,13 @@ pub enum Algo {
     HostTree,
     /// By dissemination, or an error.
     Dissemination,
+    /// By NCCL, or an error; over memory of GPUs alone.
+    Nccl,
 }
 
 impl Algo {
     /// Every algorithm.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Auto,
         Self::Tree,
         Self::Ring,
@@ -75,6 +77,7 @@ impl Algo {
         Self::Pairwise,
         Self::HostTree,
         Self::Dissemination,
+        Self::Nccl,
     ];
 
     /// Return its name on the command line.
@@ -97,6 +100,7 @@ impl Algo {
             Self::Pairwise => Path::Pairwise,
             Self::HostTree => Path::HostTree,
             Self::Dissemination => Path::Dissemination,
+            Self::Nccl => Path::Nccl,
         })
     }
 }
@@ -237,6 +241,12 @@ pub enum RuledOut {
         /// Why not.
         why: &'static str,
     },
+    /// GPUs don't reach each other's memory.
+    #[error("the ranks' GPUs don't reach each other's memory: {0}")]
+    NotDirect(String),
+    /// NCCL can't take it.
+    #[error("no NCCL: {0}")]
+    Nccl(String),
     /// There is no such collective on this path.
     #[error("{path} has no {collective}")]
     Collective {
@@ -316,16 +326,29 @@ impl fmt::Display for Explanation {
 
 /// Judge every path for an operation and choose.
 pub fn explain(situation: &Situation, desc: &OpDesc, requested: Algo) -> Explanation {
+    explain_with(situation, desc, requested, Vec::new())
+}
+
+/// The same with ways of the caller's own, already judged.
+pub(crate) fn explain_with(
+    situation: &Situation,
+    desc: &OpDesc,
+    requested: Algo,
+    others: Vec<Candidate>,
+) -> Explanation {
     let forced = requested.forced();
     let tree = Candidate { path: Path::Tree, cost_s: judge_tree(situation, desc) };
     let schedules = ALGORITHMS.iter().filter(|algorithm| algorithm.pattern.collective() == desc.collective);
     let schedules = schedules
         .map(|algorithm| Candidate { path: algorithm.path(), cost_s: judge_schedule(situation, desc, algorithm) });
-    let mut candidates: Vec<Candidate> = std::iter::once(tree).chain(schedules).collect();
+    let mut candidates: Vec<Candidate> = std::iter::once(tree).chain(schedules).chain(others).collect();
     let overridden = situation.table.overridden(desc).filter(|_| forced.is_none());
     if let Some(path) = forced.or(overridden).filter(|path| candidates.iter().all(|candidate| candidate.path != *path))
     {
-        let none = RuledOut::Collective { path: path.name(), collective: desc.collective };
+        let none = match path {
+            Path::Nccl => RuledOut::Nccl("the buffers are in the memory of this process, not of a GPU".into()),
+            _ => RuledOut::Collective { path: path.name(), collective: desc.collective },
+        };
         candidates.push(Candidate { path, cost_s: Err(none) });
     }
     let possible = candidates.iter().filter_map(|candidate| Some((candidate.path, *candidate.cost_s.as_ref().ok()?)));

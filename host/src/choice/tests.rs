@@ -157,3 +157,12 @@ fn overrides_come_before_costs_and_after_the_caller() {
     let told = broadcast.candidates.iter().find(|candidate| candidate.path == Path::Ring).expect("a reason");
     assert!(matches!(told.cost_s, Err(RuledOut::Collective { .. })) && broadcast.chosen.is_some());
 }
+
+#[test]
+fn nccl_is_not_for_memory_of_the_process() {
+    let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 8);
+    let explanation = explain(&situation(4, Order::Arrival, Ok(TREE)), &desc, Algo::Nccl);
+    let why = explanation.refusal().map(ToString::to_string).unwrap_or_default();
+    assert!(why.contains("not of a GPU"), "{why}");
+    assert!(explanation.to_string().contains("nccl          ruled out: no NCCL: "), "{explanation}");
+}

@@ -11,7 +11,8 @@ use sumac_hal::reduce::Kernel;
 /// The caller's memory for one operation, as bytes of whole elements.
 #[derive(Debug)]
 pub enum Buffers<'a> {
-    /// One buffer, as long as the longer of input and output; [`Layout::in_place_at`](crate::coll::Layout::in_place_at) says where the shorter lies.
+    /// One buffer, as long as the longer of input and output;
+    /// [`Layout::in_place_at`](crate::coll::Layout::in_place_at) says where the shorter lies.
     InPlace(&'a mut [u8]),
     /// The input stays as it is.
     Separate {

@@ -4,7 +4,7 @@
 //!
 //! [`message`] sends and receives between two ranks, also while a schedule runs.
 //!
-//! [`gpu`] runs the same schedules over a GPU's memory, for ranks that share one.
+//! [`gpu`] runs the same schedules over GPUs' memory, for ranks that share one and for ranks that reach each other's.
 //!
 //! [`Mesh`] owns the connections, [`execute`] runs one rank's [`Schedule`](crate::coll::Schedule) over them.
 //! One thread, non-blocking sockets and one `poll`; nothing is allocated per operation once the mesh is warm.

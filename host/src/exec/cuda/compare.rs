@@ -1,4 +1,5 @@
-//! The kernels' arithmetic, compiled for the host, against the CPU's kernels: every type, operator and form, bit by bit.
+//! The kernels' arithmetic, compiled for the host, against the CPU's kernels: every type, operator and form, bit by
+//! bit.
 
 use super::launch::{Launch, Scaling, head, whole};
 use std::io::{Read, Write};

@@ -1,8 +1,10 @@
-//! From `kernels.cu` and `bulk.cu` to code: by nvrtc when it is there, for the GPU that is there, one kernel at a time.
+//! From `kernels.cu`, `bulk.cu` and `product.cu` to code: by nvrtc when it is there, for the GPU that is there, one
+//! kernel at a time.
 //!
 //! A kernel is compiled for the GPU's own architecture if the compiler knows it, else to PTX for the newest older one,
 //! which the driver compiles on. PTX written to files ([`CompiledKernel::file_name`]) serves machines without nvrtc.
 
+use super::CudaOptions;
 use crate::exec::gpu::engine::bulk_instruction;
 use crate::exec::gpu::{Absent, GpuError};
 use cudarc::nvrtc::{Ptx, result, sys};
@@ -54,6 +56,9 @@ impl CompiledKernel {
         format!("bulk-{dtype}-{op}.ptx")
     }
 
+    /// The name under which the matrix product's lies there.
+    pub const PRODUCT_FILE_NAME: &str = "product.ptx";
+
     /// Return the code.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
@@ -80,6 +85,26 @@ impl CompiledKernel {
             true => Ptx::from_src(String::from_utf8_lossy(&self.bytes).replace('\0', "")),
             false => Ptx::from_binary(self.bytes),
         }
+    }
+}
+
+/// Return code from the compiler, if there is one and it may be used, else from the folder of what was compiled before.
+pub(super) fn provide(
+    options: &CudaOptions,
+    has_compiler: bool,
+    file_name: String,
+    compile: impl FnOnce() -> Result<CompiledKernel, GpuError>,
+) -> Result<CompiledKernel, GpuError> {
+    if options.compiles && has_compiler {
+        return compile();
+    }
+    let Some(folder) = &options.kernels else {
+        return Err(Absent::Compiler { wanted: file_name }.into());
+    };
+    let path = folder.join(file_name);
+    match std::fs::read_to_string(&path) {
+        Ok(ptx) => Ok(CompiledKernel::of_ptx(ptx)),
+        Err(_) => Err(Absent::Compiler { wanted: path.display().to_string() }.into()),
     }
 }
 
@@ -135,6 +160,16 @@ pub fn compile_bulk(dtype: Dtype, op: ReduceOp, target: Target) -> Result<Compil
     let defines = vec![format!("-DSUMAC_BULK=\"{instruction}\"")];
     let source = Source { text: include_str!("bulk.cu"), name: c"bulk.cu", defines, what };
     run(&source, target, CompiledKernel::bulk_file_name(dtype, op))
+}
+
+/// Compile the matrix product.
+///
+/// # Errors
+/// As [`compile`].
+pub fn compile_product(target: Target) -> Result<CompiledKernel, GpuError> {
+    let (text, name) = (include_str!("product.cu"), c"product.cu");
+    let source = Source { text, name, defines: Vec::new(), what: "the matrix product".into() };
+    run(&source, target, CompiledKernel::PRODUCT_FILE_NAME.into())
 }
 
 fn run(source: &Source, target: Target, file_name: String) -> Result<CompiledKernel, GpuError> {

@@ -1,7 +1,7 @@
 //! How a fused pass becomes a launch: arguments, alignment, grid.
 //!
-//! [`Launch`] and [`Scaling`] are the structures of `kernels.cu`, field by field; the comparison of the kernels' bits on
-//! the host goes through the same bytes.
+//! [`Launch`] and [`Scaling`] are the structures of `kernels.cu`, field by field; the comparison of the kernels' bits
+//! on the host goes through the same bytes.
 
 use super::compile::CompiledKernel;
 use super::{address, driver, function, module};
@@ -26,8 +26,9 @@ pub(super) struct Launch {
 }
 
 impl Launch {
-    /// Describe a landing: the addresses of what arrives, of the operand and of the result; how many elements, and how
-    /// many before the first vector; whether accumulators arrive, whether the operand is some, whether the result is finished.
+    /// Describe a landing: the addresses of what arrives, of the operand and of the result; how many elements, and
+    /// how many before the first vector; whether accumulators arrive, whether the operand is some, whether the result
+    /// is finished.
     pub(super) const fn new(
         [src, own, dst]: [u64; 3],
         (count, head): (u64, u64),

@@ -2,7 +2,7 @@
 
 use super::{driver, no_room};
 use crate::exec::gpu::GpuError;
-use cudarc::driver::{CudaContext, CudaEvent, CudaStream, PinnedHostSlice, result};
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, PinnedHostSlice, result, sys};
 use std::sync::Arc;
 
 /// Memory of the GPU, or part of it. Clones are shares; the last one frees what was allocated here.
@@ -17,7 +17,18 @@ pub struct CudaMemory {
 pub(super) struct Block {
     context: Arc<CudaContext>,
     address: u64,
-    is_ours: bool,
+    whose: Whose,
+}
+
+/// What becomes of memory when nobody has a share any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Whose {
+    /// It is freed.
+    Ours,
+    /// It is somebody else's affair.
+    Borrowed,
+    /// A peer's, opened by a handle, is closed.
+    Opened,
 }
 
 impl Block {
@@ -26,23 +37,44 @@ impl Block {
         // SAFETY: what it holds is never read before it is written: results are, and work by the schedules' proof.
         let address = unsafe { result::malloc_sync(len_bytes.max(1)) };
         let address = address.map_err(|error| no_room("an allocation", len_bytes, error))?;
-        let block = Arc::new(Self { context: Arc::clone(context), address, is_ours: true });
+        let block = Arc::new(Self { context: Arc::clone(context), address, whose: Whose::Ours });
         Ok(CudaMemory { block, at: 0, len_bytes })
     }
 
     pub(super) fn borrow(context: &Arc<CudaContext>, address: u64, len_bytes: usize) -> CudaMemory {
-        let block = Arc::new(Self { context: Arc::clone(context), address, is_ours: false });
+        let block = Arc::new(Self { context: Arc::clone(context), address, whose: Whose::Borrowed });
         CudaMemory { block, at: 0, len_bytes }
+    }
+
+    /// Take over a peer's allocation that was opened.
+    pub(super) fn opened(context: &Arc<CudaContext>, address: u64) -> OpenedBlock {
+        OpenedBlock(Arc::new(Self { context: Arc::clone(context), address, whose: Whose::Opened }))
     }
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
-        if !self.is_ours || self.context.bind_to_thread().is_err() {
+        if self.whose == Whose::Borrowed || self.context.bind_to_thread().is_err() {
             return;
         }
-        // SAFETY: it was allocated here, and nobody has a share any more. An error is the context's, which is gone then.
-        let _ = unsafe { result::free_sync(self.address) };
+        // SAFETY: it was allocated or opened here, and nobody has a share any more. An error is the context's, which
+        // is gone then.
+        let _ = unsafe {
+            match self.whose {
+                Whose::Opened => sys::cuIpcCloseMemHandle(self.address).result(),
+                _ => result::free_sync(self.address),
+            }
+        };
+    }
+}
+
+/// A peer's allocation.
+pub(super) struct OpenedBlock(Arc<Block>);
+
+impl OpenedBlock {
+    /// Return part of it; it is within the allocation.
+    pub(super) fn part(self, at: u64, len_bytes: u64) -> CudaMemory {
+        CudaMemory { block: self.0, at: at as usize, len_bytes: len_bytes as usize }
     }
 }
 

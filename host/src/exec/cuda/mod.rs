@@ -5,8 +5,8 @@
 //! ([`compile`]) or were compiled before and lie in a folder.
 //!
 //! Without a driver, a GPU or a compiler nothing panics: [`Cuda::open`] and [`Cuda::load`] say what is missing. The
-//! library underneath panics when it misses a library or a symbol, so it is asked first: for the driver and its version,
-//! and for the compiler.
+//! library underneath panics when it misses a library or a symbol, so it is asked first: for the driver and its
+//! version, and for the compiler.
 //!
 //! Invariants:
 //! - every pointer that a launch gets lies in memory whose share is in the caller's hands, and within its length;
@@ -14,11 +14,18 @@
 
 mod bulk;
 pub mod compile;
+mod direct;
 mod launch;
 mod memory;
+mod nccl;
+mod peers;
+mod product;
 
 pub use compile::{CompiledKernel, Target};
+pub(crate) use direct::probe_direct;
 pub use memory::{CudaMemory, CudaPinned};
+pub use nccl::CudaNccl;
+pub use product::Product;
 
 use super::gpu::{Absent, Fused, Gpu, GpuError, Part};
 use cudarc::driver::{
@@ -83,10 +90,9 @@ impl Cuda {
     /// [`GpuError::Absent`] says what is missing; else what the driver says.
     pub fn open(options: CudaOptions) -> Result<Self, GpuError> {
         let ordinal = options.ordinal;
-        check_driver()?;
         let absent = |error: DriverError| Absent::Device { ordinal, why: words(error) };
-        let devices = result::init().and_then(|()| CudaContext::device_count()).map_err(absent)?;
-        if usize::try_from(devices).is_ok_and(|devices| ordinal >= devices) {
+        let devices = Self::count()?;
+        if ordinal >= devices {
             return Err(Absent::Device { ordinal, why: format!("it knows {devices}") }.into());
         }
         let context = CudaContext::new(ordinal).map_err(absent)?;
@@ -99,7 +105,19 @@ impl Cuda {
         Self::with((context, options), (capability, multiprocessors.unsigned_abs().max(1)), Arc::default())
     }
 
-    /// Return the same GPU for another group, with the code that it has: a group that gives up stops only its own passes.
+    /// Return how many GPUs this process sees.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn count() -> Result<usize, GpuError> {
+        check_driver()?;
+        let absent = |error: DriverError| Absent::Device { ordinal: 0, why: words(error) };
+        let devices = result::init().and_then(|()| CudaContext::device_count()).map_err(absent)?;
+        Ok(usize::try_from(devices).unwrap_or(0))
+    }
+
+    /// Return the same GPU for another group, with the code that it has: a group that gives up stops only its own
+    /// passes.
     ///
     /// # Errors
     /// What the driver says.
@@ -160,15 +178,6 @@ impl Cuda {
         unsafe { self.context.wrap_borrowed_stream(handle as usize as sys::CUstream) }
     }
 
-    /// Return an event that tells the time, for [`CudaEvent::elapsed_ms`].
-    ///
-    /// # Errors
-    /// What the driver says.
-    pub fn timer(&self) -> Result<CudaEvent, GpuError> {
-        let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
-        self.context.new_event(flags).map_err(|error| driver("an event", error))
-    }
-
     /// Copy into memory, and wait until it is there.
     ///
     /// # Errors
@@ -209,17 +218,9 @@ impl Cuda {
         file_name: String,
         compile: impl FnOnce(Target) -> Result<CompiledKernel, GpuError>,
     ) -> Result<CompiledKernel, GpuError> {
-        if self.options.compiles && compile::is_there() {
-            return compile(compile::best_target(self.capability)?);
-        }
-        let Some(folder) = &self.options.kernels else {
-            return Err(Absent::Compiler { wanted: file_name }.into());
-        };
-        let path = folder.join(file_name);
-        match std::fs::read_to_string(&path) {
-            Ok(ptx) => Ok(CompiledKernel::of_ptx(ptx)),
-            Err(_) => Err(Absent::Compiler { wanted: path.display().to_string() }.into()),
-        }
+        compile::provide(&self.options, compile::is_there(), file_name, || {
+            compile(compile::best_target(self.capability)?)
+        })
     }
 }
 
@@ -321,14 +322,14 @@ impl Gpu for Cuda {
     }
 
     fn load(&self, kernel: &Kernel) -> Result<Loaded, GpuError> {
-        let mut loaded = self.loaded.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = loaded.get(kernel) {
+        let loaded = || self.loaded.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = loaded().get(kernel) {
             return Ok(known.clone());
         }
+        // Not under the lock: several threads may compile at a time.
         let code = self.code(CompiledKernel::file_name(kernel), |target| compile::compile(kernel, target))?;
         let new = Loaded::new(&self.context, kernel, code)?;
-        loaded.insert(*kernel, new.clone());
-        Ok(new)
+        Ok(loaded().entry(*kernel).or_insert(new).clone())
     }
 
     fn copy(&self, on: &Arc<CudaStream>, to: Part<'_, CudaMemory>, from: Part<'_, CudaMemory>) -> Result<(), GpuError> {
@@ -365,6 +366,16 @@ impl Gpu for Cuda {
     fn is_done(&self, event: &CudaEvent) -> Result<bool, GpuError> {
         self.bind()?;
         event.try_is_complete().map_err(|error| driver("an operation", error))
+    }
+
+    fn timer(&self) -> Result<CudaEvent, GpuError> {
+        let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
+        self.context.new_event(flags).map_err(|error| driver("an event", error))
+    }
+
+    fn elapsed_us(&self, from: &CudaEvent, to: &CudaEvent) -> Result<f64, GpuError> {
+        let elapsed_ms = from.elapsed_ms(to).map_err(|error| driver("a time", error))?;
+        Ok(f64::from(elapsed_ms) * 1e3)
     }
 
     fn capture(

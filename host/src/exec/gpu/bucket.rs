@@ -14,8 +14,8 @@ use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 impl<G: Gpu> Group<G> {
     /// Combine tensors element by element over all ranks, in place, in buckets of at most `bucket_bytes`.
     ///
-    /// `tensors[rank]` are the tensors of a rank; all ranks have as many of the same lengths. The work of the last bucket
-    /// is the end of all of them.
+    /// `tensors[rank]` are the tensors of a rank; all ranks have as many of the same lengths. The work of the last
+    /// bucket is the end of all of them.
     ///
     /// # Errors
     /// As [`Group::start`]; [`GpuError::Invalid`] if the ranks' tensors differ in length.

@@ -63,7 +63,8 @@ impl<M: Clone> Rooms<'_, M> {
     }
 }
 
-/// Check the buffers of all ranks: as long as the schedules say, all of one kind, and what is written apart from all else.
+/// Check the buffers of all ranks: as long as the schedules say, all of one kind, and what is written apart from all
+/// else.
 pub(super) fn check<G: Gpu>(
     gpu: &G,
     schedules: &[Schedule],

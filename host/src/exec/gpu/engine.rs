@@ -4,9 +4,9 @@
 //! ([`Profile::InlineReduce`]) and publications. Chains run one after the other on a stream of their own, so steps take
 //! effect in order; regions are checked when a chain is submitted, and kept until it is done.
 //!
-//! Which types go with which operators is no rectangle in hardware, and [`Capabilities`] are one: so an engine has either
-//! sums of eight types or six operators of four ([`Family`]). Sums of narrow floats round at every step; whether f32 keeps
-//! subnormals is the hardware's affair, so a declared order of f32 sums is not for it.
+//! Which types go with which operators is no rectangle in hardware, and [`Capabilities`] are one: so an engine has
+//! either sums of eight types or six operators of four ([`Family`]). Sums of narrow floats round at every step;
+//! whether f32 keeps subnormals is the hardware's affair, so a declared order of f32 sums is not for it.
 //!
 //! An abort marks chains; what is in the stream runs out, which takes as long as what was submitted.
 
@@ -46,8 +46,8 @@ pub trait Bulk: Gpu {
     fn publish(&self, on: &Self::Stream, to: Part<'_, Self::Memory>, words: [u64; 2]) -> Result<(), GpuError>;
 }
 
-/// Return what stands behind `cp.reduce.async.bulk.global.shared::cta.bulk_group` in PTX; `None` if it has nothing of the
-/// kind, or nothing that means the same. Minima and maxima of floats are not IEEE's there.
+/// Return what stands behind `cp.reduce.async.bulk.global.shared::cta.bulk_group` in PTX; `None` if it has nothing of
+/// the kind, or nothing that means the same. Minima and maxima of floats are not IEEE's there.
 pub const fn bulk_instruction(dtype: Dtype, op: ReduceOp) -> Option<&'static str> {
     use Dtype::{Bf16, F16, F32, F64, I32, I64, U32, U64};
     Some(match (op, dtype) {

@@ -22,6 +22,17 @@ pub enum GpuError {
     /// The GPU is gone or its context broken.
     #[error("the GPU is lost: {0}")]
     Lost(String),
+    /// The handle of a peer's memory is wrong, or of memory that is gone.
+    #[error("memory of another process or GPU can't be opened: {0}")]
+    Handle(String),
+    /// NCCL refused something.
+    #[error("NCCL refused {what}: {why}")]
+    Nccl {
+        /// What was tried.
+        what: &'static str,
+        /// Its words.
+        why: String,
+    },
     /// The driver refused something else.
     #[error("the driver refused {what}: {why}")]
     Driver {
@@ -60,7 +71,10 @@ pub enum Absent {
     #[error("there is no driver: libcuda.so.1 can't be loaded; install NVIDIA's driver, or pass it into the container")]
     Driver,
     /// The driver is older than what this program uses.
-    #[error("the driver supports CUDA {}.{}, and {}.{} is needed: update it", has / 1000, has % 1000 / 10, needs / 1000, needs % 1000 / 10)]
+    #[error(
+        "the driver supports CUDA {}.{}, and {}.{} is needed: update it",
+        has / 1000, has % 1000 / 10, needs / 1000, needs % 1000 / 10
+    )]
     OldDriver {
         /// As `cuDriverGetVersion` has it.
         has: i32,
@@ -77,13 +91,19 @@ pub enum Absent {
     },
     /// Neither a compiler nor compiled kernels.
     #[error(
-        "there is no compiler, nvrtc, and no compiled kernel {wanted}: install nvidia-cuda-nvrtc and put its folder into \
-         LD_LIBRARY_PATH, or name the folder of the compiled kernels"
+        "there is no compiler, nvrtc, and no compiled kernel {wanted}: install nvidia-cuda-nvrtc and put its folder \
+         into LD_LIBRARY_PATH, or name the folder of the compiled kernels"
     )]
     Compiler {
         /// The file that would do.
         wanted: String,
     },
+    /// NCCL can't be loaded.
+    #[error(
+        "there is no NCCL under the name libnccl.so: install it, and where the file is called libnccl.so.2, put a link \
+         of that name beside it and the folder into LD_LIBRARY_PATH"
+    )]
+    Nccl,
     /// This program was built without it.
     #[error("this program was built without the feature cuda")]
     Feature,

@@ -22,7 +22,8 @@ impl<G: Gpu> std::fmt::Debug for Work<G> {
 impl<G: Gpu> Work<G> {
     /// Return the event that stands for the end of the operation: consumers let their streams wait for it.
     ///
-    /// An operation that is given up ([`GpuCanceller`], a deadline) has an end too, after which its output holds anything.
+    /// An operation that is given up ([`GpuCanceller`], a deadline) has an end too, after which its output holds
+    /// anything.
     pub const fn done(&self) -> &Arc<G::Event> {
         &self.done
     }

@@ -1,12 +1,13 @@
 //! Several ranks on one GPU.
 
-use super::Gpu;
 use super::buffers::{GpuBuffers, check};
 use super::error::GpuError;
 use super::flight::{Flight, GpuCanceller, Work};
 use super::plan::{Pair, Plan, Prepared, Scaling, Streams};
 use super::program::Program;
-use crate::choice::{Algo, CostTable, Declared, Explanation, Situation, explain};
+use super::trace::{Kind, Timeline, Trace};
+use super::{Gpu, nccl};
+use crate::choice::{Algo, Candidate, CostTable, Declared, Explanation, RuledOut, Situation, explain_with};
 use crate::coll::{ALGORITHMS, Place, Problem, Schedule};
 use crate::plan::Child;
 use std::collections::HashMap;
@@ -64,6 +65,7 @@ pub struct Group<G: Gpu> {
     kernels: HashMap<Kernel, Arc<G::Kernel>>,
     plans: HashMap<Shape, Arc<Plan<G>>>,
     flights: Vec<Flight<G>>,
+    trace: Option<Trace<G>>,
     /// Something was given up and has not ended.
     is_stuck: bool,
 }
@@ -113,6 +115,7 @@ impl<G: Gpu> Group<G> {
             kernels: HashMap::new(),
             plans: HashMap::new(),
             flights: Vec::new(),
+            trace: None,
             is_stuck: false,
         })
     }
@@ -134,7 +137,42 @@ impl<G: Gpu> Group<G> {
 
     /// Say which path an operation would take, what each would cost, or why it is not possible.
     pub fn explain(&self, desc: &OpDesc, algo: Algo) -> Explanation {
-        explain(&self.situation, desc, algo)
+        let why = RuledOut::Nccl("the ranks share a GPU, which it refuses".into());
+        let nccl = Candidate { path: Path::Nccl, cost_s: Err(nccl::why_not(self.options.order, desc).unwrap_or(why)) };
+        explain_with(&self.situation, desc, algo, vec![nccl])
+    }
+
+    /// Record when what is handed over from now on runs; one trace at a time. What is captured is not in it.
+    ///
+    /// # Errors
+    /// The driver's words.
+    pub fn start_trace(&mut self) -> Result<(), GpuError> {
+        self.trace = Some(Trace::new(&self.gpu, &self.streams.hub)?);
+        Ok(())
+    }
+
+    /// Record what `body` hands to a stream of a producer or a consumer as one span of the trace, if there is one.
+    ///
+    /// # Errors
+    /// As [`Trace::span`].
+    pub fn trace_span(
+        &mut self,
+        on: &G::Stream,
+        (lane, name): (&str, &str),
+        body: impl FnOnce() -> Result<(), GpuError>,
+    ) -> Result<(), GpuError> {
+        match &mut self.trace {
+            None => body(),
+            Some(trace) => trace.span(&self.gpu, on, (lane, name, Kind::Compute), body),
+        }
+    }
+
+    /// Read the trace; what it has must be waited for. An empty one if none was started.
+    ///
+    /// # Errors
+    /// As [`Trace::finish`].
+    pub fn take_trace(&mut self) -> Result<Timeline, GpuError> {
+        Ok(self.trace.take().map(|trace| trace.finish(&self.gpu)).transpose()?.unwrap_or_default())
     }
 
     /// Return how many bytes an operation's passes and copies read and write.
@@ -166,7 +204,7 @@ impl<G: Gpu> Group<G> {
         let (gpu, hub) = (&self.gpu, &self.streams.hub);
         let handed = after.iter().try_for_each(|event| gpu.wait(hub, event));
         let handed = handed.and_then(|()| copies.iter().try_for_each(|&(to, from)| gpu.copy(hub, to, from)));
-        let handed = handed.and_then(|()| plan.hand_over(&self.gpu, &self.streams, &prepared));
+        let handed = handed.and_then(|()| plan.hand_over(&self.gpu, &self.streams, &prepared, &mut self.trace));
         let handed = handed.and_then(|()| copies.iter().try_for_each(|&(to, from)| gpu.copy(hub, from, to)));
         self.fly(handed, prepared.held, prepared.path, prepared.fallback)
     }
@@ -186,7 +224,10 @@ impl<G: Gpu> Group<G> {
         let (prepared, shared) = self.prepare(request)?;
         // Events of its own: those of a captured operation mean nothing outside.
         let plan = Plan::new(&self.gpu, shared.schedules.clone(), shared.program.clone(), shared.kernel.clone())?;
-        let graph = self.gpu.capture(&self.streams.hub, &mut || plan.hand_over(&self.gpu, &self.streams, &prepared))?;
+        let graph = self.gpu.capture(&self.streams.hub, &mut || {
+            // A captured event has no time.
+            plan.hand_over(&self.gpu, &self.streams, &prepared, &mut None)
+        })?;
         let Prepared { path, fallback, held, .. } = prepared;
         Ok(Repeat { graph, held, path, fallback, _plan: plan })
     }
@@ -424,7 +465,7 @@ impl<G: Gpu> Drop for Group<G> {
 }
 
 /// Return the constants of ranks that share one memory, each moving its bytes at the others' expense.
-fn shared(table: &CostTable, ranks: u32) -> CostTable {
+pub(super) fn shared(table: &CostTable, ranks: u32) -> CostTable {
     let times = f64::from(ranks);
     CostTable { beta_step_s: table.beta_step_s * times, gamma_s: table.gamma_s * times, ..table.clone() }
 }
@@ -447,4 +488,4 @@ impl Patience {
 }
 
 /// The programs that a group keeps: those of a training step; then it starts over.
-const PLANS_MAX: usize = 256;
+pub(super) const PLANS_MAX: usize = 256;

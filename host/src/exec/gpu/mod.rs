@@ -1,9 +1,9 @@
 //! Runs schedules over memory that this process can't look at: a GPU's.
 //!
 //! A [`Group`] is several ranks on one GPU, each with a stream and buffers of its own. The schedules are those of
-//! [`crate::coll`], as they are; a program makes of them what each stream has to do and to wait
-//! for. [`Gpu`] is all that differs between a real one (`exec::cuda`, with the feature `cuda`) and the one made of ordinary memory that tests
-//! run on ([`Double`]): memory, streams, events, a copy, and one fused pass that receives, reduces and copies.
+//! [`crate::coll`], as they are; a program makes of them what each stream has to do and to wait for. [`Gpu`] is all
+//! that differs between a real one (`exec::cuda`, with the feature `cuda`) and the one made of ordinary memory that
+//! tests run on ([`Double`]): memory, streams, events, a copy, and one fused pass that receives, reduces and copies.
 //!
 //! ```text
 //!   Group::start ── choice, Program ──> hub stream ──┬─ stream of rank 0 ─┬──> Work::done()
@@ -11,6 +11,9 @@
 //!     events of                                      └─ ...               ┘
 //!     the producers                        landings, and events between them
 //! ```
+//!
+//! [`peers`] are ranks in processes of their own, which reach each other's memory or stage it, with NCCL as one more
+//! way ([`nccl`]); [`direct`] is about network adapters that reach it; [`trace`] shows what ran beside what.
 //!
 //! [`engine`] is a GPU's copy engine that reduces on the way, as a DMA engine of [`sumac_hal::dma`].
 //!
@@ -25,20 +28,24 @@
 
 mod bucket;
 mod buffers;
+pub mod direct;
 mod double;
 pub mod engine;
 mod error;
 mod flight;
 mod group;
+pub mod nccl;
+pub mod peers;
 mod plan;
 mod program;
 mod staged;
+pub mod trace;
 
 #[cfg(test)]
 mod tests;
 
 pub use buffers::GpuBuffers;
-pub use double::{Double, DoubleEvent, DoubleMemory, DoubleStream, Gate};
+pub use double::{Double, DoubleEvent, DoubleGraph, DoubleMemory, DoubleNccl, DoublePinned, DoubleStream, Gate};
 pub use error::{Absent, GpuError, StagedError};
 pub use flight::{GpuCanceller, Work};
 pub use group::{Group, GroupOptions, Repeat, Request};
@@ -186,6 +193,18 @@ pub trait Gpu {
     /// # Errors
     /// [`GpuError::IllegalAddress`], [`GpuError::Lost`].
     fn is_done(&self, event: &Self::Event) -> Result<bool, GpuError>;
+
+    /// Return a new event that also tells the time.
+    ///
+    /// # Errors
+    /// As above.
+    fn timer(&self) -> Result<Self::Event, GpuError>;
+
+    /// Return the microseconds between two events of [`Gpu::timer`] that are done; below 0 if `to` was earlier.
+    ///
+    /// # Errors
+    /// As above.
+    fn elapsed_us(&self, from: &Self::Event, to: &Self::Event) -> Result<f64, GpuError>;
 
     /// Keep what `body` hands to `on`, and to streams that wait for it there, instead of doing it.
     ///

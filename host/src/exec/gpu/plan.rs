@@ -1,11 +1,12 @@
 //! A program with all that it needs on a GPU, and how it is handed to the streams.
 //!
-//! Every operation begins and ends at the hub: each rank's stream waits for the hub, and the hub for each rank's stream.
+//! Every operation begins and ends at the hub: each rank's stream waits for the hub, and the hub for each rank's.
 //! So what is handed over later comes after all of it, and a capture that begins at the hub captures all of it.
 
 use super::buffers::{GpuBuffers, Rooms};
 use super::error::GpuError;
 use super::program::{Op, Piece, Program, What};
+use super::trace::{Kind, Trace};
 use super::{Fused, Gpu, Part};
 use crate::coll::Schedule;
 use std::sync::Arc;
@@ -67,7 +68,13 @@ impl<G: Gpu> Plan<G> {
     }
 
     /// Hand a program over, from the hub to the streams and back.
-    pub(super) fn hand_over(&self, gpu: &G, streams: &Streams<G>, prepared: &Prepared<G>) -> Result<(), GpuError> {
+    pub(super) fn hand_over(
+        &self,
+        gpu: &G,
+        streams: &Streams<G>,
+        prepared: &Prepared<G>,
+        trace: &mut Option<Trace<G>>,
+    ) -> Result<(), GpuError> {
         let Streams { hub, each } = streams;
         gpu.record(&self.begin, hub)?;
         each.iter().try_for_each(|stream| gpu.wait(stream, &self.begin))?;
@@ -83,7 +90,14 @@ impl<G: Gpu> Plan<G> {
                 let event = self.events[earlier].as_ref();
                 event.map_or(Ok(()), |event| gpu.wait(stream, event))?;
             }
-            self.hand_op(gpu, stream, op, &rooms)?;
+            let hand = || hand_op(gpu, stream, op, &rooms, (self.kernel.as_deref(), self.program.ranks as u32));
+            match trace {
+                None => hand()?,
+                Some(trace) => {
+                    let lane = format!("rank {}", op.stream());
+                    trace.span(gpu, stream, (&lane, op.name(), Kind::Communication), hand)?;
+                }
+            }
             event.as_ref().map_or(Ok(()), |event| gpu.record(event, stream))?;
         }
         for (stream, end) in each.iter().zip(&self.ends) {
@@ -115,26 +129,29 @@ impl<G: Gpu> Plan<G> {
         gpu.record(&self.begin, hub)?;
         each.iter().try_for_each(|stream| gpu.wait(stream, &self.begin))
     }
+}
 
-    fn hand_op(&self, gpu: &G, stream: &G::Stream, op: &Op, rooms: &Rooms<'_, G::Memory>) -> Result<(), GpuError> {
-        let none = || GpuError::Invalid("a program for other memory".into());
-        let part = |piece: &Piece| rooms.part(piece.rank, piece.store, &piece.bytes).ok_or_else(none);
-        let (from, to) = (part(&op.from)?, part(&op.to)?);
-        match &op.what {
-            What::Copy => gpu.copy(stream, to, from),
-            What::Land { is_partial, own, is_finished, count } => {
-                let kernel = self.kernel.as_ref().ok_or_else(none)?;
-                let own = match own {
-                    Some((piece, is_partial)) => Some((part(piece)?, *is_partial)),
-                    None => None,
-                };
-                let (is_partial, is_finished, count) = (*is_partial, *is_finished, *count);
-                gpu.land(
-                    stream,
-                    kernel,
-                    &Fused { from, is_partial, own, to, is_finished, count, ranks: self.program.ranks as u32 },
-                )
-            }
+/// Hand one operation of a program of `ranks` ranks to a stream.
+pub(super) fn hand_op<G: Gpu>(
+    gpu: &G,
+    stream: &G::Stream,
+    op: &Op,
+    rooms: &Rooms<'_, G::Memory>,
+    (kernel, ranks): (Option<&G::Kernel>, u32),
+) -> Result<(), GpuError> {
+    let none = || GpuError::Invalid("a program for other memory".into());
+    let part = |piece: &Piece| rooms.part(piece.rank, piece.store, &piece.bytes).ok_or_else(none);
+    let (from, to) = (part(&op.from)?, part(&op.to)?);
+    match &op.what {
+        What::Copy => gpu.copy(stream, to, from),
+        What::Land { is_partial, own, is_finished, count } => {
+            let kernel = kernel.ok_or_else(none)?;
+            let own = match own {
+                Some((piece, is_partial)) => Some((part(piece)?, *is_partial)),
+                None => None,
+            };
+            let (is_partial, is_finished, count) = (*is_partial, *is_finished, *count);
+            gpu.land(stream, kernel, &Fused { from, is_partial, own, to, is_finished, count, ranks })
         }
     }
 }

@@ -54,6 +54,15 @@ impl Op {
         self.to.rank
     }
 
+    /// Return what it is called in a trace.
+    pub(super) const fn name(&self) -> &'static str {
+        match &self.what {
+            What::Copy => "copy",
+            What::Land { own: None, .. } => "convert",
+            What::Land { .. } => "reduce",
+        }
+    }
+
     fn reads(&self) -> impl Iterator<Item = &Piece> {
         let own = match &self.what {
             What::Land { own: Some((own, _)), .. } => Some(own),
@@ -270,7 +279,8 @@ impl Builder<'_> {
     /// Append what lets elements of one rank land at another, or at the same.
     fn land(&mut self, (sender, from): (usize, Region), rank: usize, landing: &Landing) {
         let each = self.places[rank].bytes_each(from.buffer).max(1);
-        // Pieces of whole vectors, so that one that begins at a multiple of 16 bytes is not followed by one that does not.
+        // Pieces of whole vectors, so that one that begins at a multiple of 16 bytes is not followed by one that does
+        // not.
         let per_piece = (self.piece_bytes / each).max(1).next_multiple_of(PIECE_ELEMENTS);
         for start in (0..from.span.len).step_by(per_piece) {
             let len = per_piece.min(from.span.len - start);

@@ -9,9 +9,10 @@
 //! up           0   1   2   3
 //! ```
 //!
-//! What the host does with a chunk is an ordinary all-reduce of a [`Communicator`]: through the tree where there is one,
-//! repaired where repair is on, by schedules otherwise. All ranks use chunks of one size.
+//! What the host does with a chunk is an ordinary all-reduce of a [`Communicator`]: through the tree where there is
+//! one, repaired where repair is on, by schedules otherwise. All ranks use chunks of one size.
 
+use super::direct::NoDirect;
 use super::error::{GpuError, StagedError};
 use super::group::Patience;
 use super::{Gpu, Part};
@@ -52,11 +53,18 @@ impl<G: Gpu> Staging<G> {
         Ok(Self { down: gpu.stream()?, up: gpu.stream()?, lanes: [lane()?, lane()?], chunk_bytes })
     }
 
-    /// Let `reduce` work on each chunk of `memory` in turn, when the event `after` has come; return when all is back up.
+    /// Return why the network does not reach the GPU's memory by itself.
+    pub const fn why_pinned(&self) -> &NoDirect {
+        &NoDirect::Network
+    }
+
+    /// Let `reduce` work on each chunk of `memory` in turn, when the event `after` has come; return when all is back
+    /// up.
     ///
     /// # Errors
     /// The first error of `reduce`, or the GPU's: then every chunk is wholly old or wholly new, and nothing moves any
-    /// more. [`GpuError::Deadline`] if the GPU has not got there by `deadline`; chunks that came late may still be on their way.
+    /// more. [`GpuError::Deadline`] if the GPU has not got there by `deadline`; chunks that came late may still be on
+    /// their way.
     pub fn run<E: From<GpuError>>(
         &mut self,
         gpu: &G,

@@ -1,14 +1,18 @@
 //! All logic of the GPU's side on the double: values, order, ends.
 
-use super::program::{Program, What};
 use super::*;
 use crate::choice::Algo;
-use crate::coll::{ALGORITHMS, Place, Problem, Schedule, tree::Tree};
 use crate::exec::tests::{contribution, expected};
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
+
+mod ends;
+mod errors;
+mod programs;
+mod staging;
+mod traces;
 
 /// Long enough for any machine; no test waits for it.
 const FAR: Duration = Duration::from_secs(60);
@@ -17,7 +21,7 @@ const SMALL: GroupOptions = GroupOptions {
     order: Order::Arrival,
     table: crate::choice::CostTable::GPU,
     piece_bytes: 64,
-    grace: Duration::from_millis(50),
+    grace: Duration::from_secs(20),
 };
 
 fn group(seed: u64, ranks: u32) -> Group<Double> {
@@ -152,81 +156,6 @@ fn other_collectives_move_what_they_should() {
     assert!(results(&gpu, &buffers).iter().all(|result| *result == whole));
 }
 
-fn schedules(name: &str, ranks: u32, count: usize) -> Vec<Schedule> {
-    let tree = Tree::flat(ranks, Order::TreeFold).expect("a tree");
-    let algorithm = crate::coll::Algorithm::named(name).expect("known");
-    let problem = |place| Problem { place, count, root: Rank(ranks - 1), tree: &tree };
-    Place::all(ranks).map(|place| (algorithm.schedule)(&problem(place))).collect()
-}
-
-#[test]
-fn no_two_operations_race_in_any_program() {
-    let kernel = sumac_hal::reduce::Kernel::new(Dtype::Bf16, ReduceOp::Sum);
-    let wide = sumac_hal::reduce::Kernel::new(Dtype::F32, ReduceOp::Sum);
-    for algorithm in ALGORITHMS {
-        for ranks in 1..=8 {
-            for (count, piece_bytes, kernel, each) in [(97, 64, kernel, 2), (64, usize::MAX / 2, wide, 4)] {
-                let schedules = schedules(algorithm.name, ranks, count);
-                for is_in_place in [false, true] {
-                    let program = Program::new(&schedules, each, kernel.as_ref(), is_in_place, piece_bytes);
-                    // Broadcasts and gathers of some can't be in place; those are errors, not programs.
-                    let Ok(program) = program else {
-                        assert!(is_in_place, "{}", algorithm.name);
-                        continue;
-                    };
-                    assert_eq!(program.races(), None, "{} of {ranks}", algorithm.name);
-                }
-            }
-        }
-    }
-}
-
-/// A wait too few is a race: so none of a program's waits is idle, and the search for races finds what is missing.
-#[test]
-fn every_wait_is_needed() {
-    let kernel = sumac_hal::reduce::Kernel::new(Dtype::F32, ReduceOp::Sum);
-    for name in ["ring::all_reduce", "halving_doubling::all_reduce", "tree::all_reduce", "pairwise::all_reduce"] {
-        let program = Program::new(&schedules(name, 4, 64), 4, kernel.as_ref(), true, 64).expect("a program");
-        for op in 0..program.ops.len() {
-            for wait in 0..program.ops[op].waits.len() {
-                let mut without = program.clone();
-                without.ops[op].waits.remove(wait);
-                assert!(without.races().is_some(), "{name}: operation {op} without its wait {wait}");
-            }
-        }
-    }
-}
-
-#[test]
-fn pieces_let_the_next_rank_start_early() {
-    let kernel = sumac_hal::reduce::Kernel::new(Dtype::F32, ReduceOp::Sum);
-    let schedules = schedules("ring::all_reduce", 4, 1024);
-    let program = Program::new(&schedules, 4, kernel.as_ref(), true, 256).expect("a program");
-    // Block 0 at rank 1 is a quarter of 1024 elements: four pieces of 256 bytes. Rank 2 takes the first piece without
-    // waiting for the last.
-    let lands: Vec<_> = program.ops.iter().filter(|op| matches!(op.what, What::Land { .. })).collect();
-    assert_eq!(lands.len(), 4 * 3 * 4);
-    let second = program.ops.iter().find(|op| op.to.rank == 2 && !op.waits.is_empty()).expect("one waits");
-    let waited = &program.ops[second.waits[0]];
-    assert_eq!((waited.to.rank, waited.to.bytes.len()), (1, 256));
-    let later = program.ops.iter().rposition(|op| op.to.rank == 1 && op.to.bytes.end == waited.to.bytes.start + 1024);
-    assert!(later.is_some_and(|later| !second.waits.contains(&later)));
-}
-
-#[test]
-fn schedules_that_do_not_meet_are_refused() {
-    let mut mixed = schedules("ring::all_reduce", 3, 9);
-    mixed[1] = schedules("ring::all_reduce", 3, 12)[1].clone();
-    let kernel = sumac_hal::reduce::Kernel::new(Dtype::F32, ReduceOp::Sum);
-    let lengths = Program::new(&mixed, 4, kernel.as_ref(), true, 64).expect_err("other lengths");
-    assert!(lengths.to_string().contains("expects"), "{lengths}");
-    mixed[1] = schedules("binomial::all_reduce", 3, 9)[1].clone();
-    assert!(Program::new(&mixed, 4, kernel.as_ref(), true, 64).is_err());
-    mixed.swap(0, 1);
-    let order = Program::new(&mixed, 4, kernel.as_ref(), true, 64).expect_err("another order");
-    assert!(order.to_string().contains("in order"), "{order}");
-}
-
 #[test]
 fn an_operation_waits_for_its_producer_and_the_host_does_not() {
     let mut group = group(4, 4);
@@ -262,69 +191,6 @@ fn an_operation_waits_for_its_producer_and_the_host_does_not() {
     let wanted: Vec<u8> = (0..50).flat_map(|element| expected(Dtype::F32, ReduceOp::Sum, 4, element)).collect();
     assert_eq!(gpu.download_now(&copy), wanted);
     group.wait(work, far()).expect("done");
-}
-
-#[test]
-fn memory_is_kept_until_the_gpu_has_let_go_of_it() {
-    let mut group = group(5, 3);
-    let gpu = group.gpu().clone();
-    let desc = OpDesc::all_reduce(Dtype::Bf16, ReduceOp::Sum, 40);
-    let buffers = in_place(&gpu, &inputs(Dtype::Bf16, ReduceOp::Sum, 3, 40));
-    let work = group.start(&request(desc, Algo::Ring, &buffers), &[]).expect("started");
-    let kept = gpu.allocated_bytes();
-    drop(buffers);
-    assert_eq!(gpu.allocated_bytes(), kept, "what is on its way is kept");
-    group.wait(work, far()).expect("done, and no illegal address");
-    assert!(gpu.allocated_bytes() < kept);
-    // A handle that is forgotten keeps memory no longer than the operation.
-    let buffers = in_place(&gpu, &inputs(Dtype::Bf16, ReduceOp::Sum, 3, 40));
-    std::mem::forget(group.start(&request(desc, Algo::Ring, &buffers), &[]).expect("started"));
-    drop(buffers);
-    drop(group);
-    assert_eq!(gpu.allocated_bytes(), 0, "the group ends what is on its way, and then lets go");
-}
-
-#[test]
-fn what_is_given_up_ends_and_the_group_goes_on() {
-    let mut group = group(6, 4);
-    let gpu = group.gpu().clone();
-    let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 4000);
-    let buffers = in_place(&gpu, &inputs(Dtype::F32, ReduceOp::Sum, 4, 4000));
-    let work = group.start(&request(desc, Algo::Ring, &buffers), &[]).expect("started");
-    let second = group.start(&request(desc, Algo::Ring, &buffers), &[]).expect("started");
-    assert_eq!(group.wait(work, Instant::now()), Err(GpuError::Deadline));
-    let (ran, stopped) = gpu.passes();
-    assert!(stopped > ran, "passes that had not begun did nothing: {ran} ran, {stopped} did not");
-    assert_eq!(group.wait(second, far()), Err(GpuError::Cancelled), "one that was on its way too is broken too");
-    group.canceller().cancel();
-    let work = group.start(&request(desc, Algo::Ring, &buffers), &[]).expect("usable");
-    assert_eq!(group.wait(work, far()), Err(GpuError::Cancelled));
-    let inputs = inputs(Dtype::F32, ReduceOp::Sum, 4, 4000);
-    let buffers = in_place(&gpu, &inputs);
-    let work = group.start(&request(desc, Algo::Ring, &buffers), &[]).expect("usable");
-    group.wait(work, far()).expect("done");
-    let wanted: Vec<u8> = (0..4000).flat_map(|element| expected(Dtype::F32, ReduceOp::Sum, 4, element)).collect();
-    assert!(results(&gpu, &buffers).iter().all(|result| *result == wanted));
-}
-
-#[test]
-fn what_can_not_be_ended_keeps_its_memory() {
-    let mut group = group(7, 2);
-    let gpu = group.gpu().clone();
-    let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 10);
-    let buffers = in_place(&gpu, &inputs(Dtype::F32, ReduceOp::Sum, 2, 10));
-    let (producer, produced) = (gpu.stream().expect("a stream"), gpu.event().expect("an event"));
-    let gate = gpu.gate(&producer);
-    gpu.record(&produced, &producer).expect("recorded");
-    let work = group.start(&request(desc, Algo::Ring, &buffers), &[&produced]).expect("started");
-    assert_eq!(group.wait(work, Instant::now()), Err(GpuError::Stuck));
-    assert_eq!(group.start(&request(desc, Algo::Ring, &buffers), &[]).expect_err("unusable"), GpuError::Stuck);
-    drop(buffers);
-    let kept = gpu.allocated_bytes();
-    drop(group);
-    assert_eq!(gpu.allocated_bytes(), kept, "nobody can say when the GPU reads it");
-    gate.open();
-    while !gpu.is_done(&produced).expect("sound") {}
 }
 
 #[test]
@@ -454,52 +320,6 @@ fn costs_and_the_declared_order_choose() {
     let ordered = Group::new(Double::new(1, ROOM), 8, ordered).expect("a group");
     assert_eq!(chosen(&ordered, 1 << 28), Some(Path::Pairwise), "the only one of few bytes that keeps a fold");
     assert_eq!(ordered.explain(&OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 64), Algo::Ring).chosen, None);
-}
-
-#[test]
-fn a_buffer_goes_through_the_host_in_chunks() {
-    for seed in 0..20 {
-        let gpu = Double::new(seed, ROOM);
-        let mut staging = Staging::new(&gpu, 64).expect("room");
-        let bytes: Vec<u8> = (0..1000).map(|index| (index * 7) as u8).collect();
-        let memory = gpu.upload_now(&bytes).expect("room");
-        let ready = gpu.event().expect("an event");
-        let mut lens = Vec::new();
-        let doubled = staging.run(&gpu, &memory, &ready, far(), |chunk| {
-            lens.push(chunk.len());
-            chunk.iter_mut().for_each(|byte| *byte = byte.wrapping_add(1));
-            Ok::<_, GpuError>(())
-        });
-        doubled.expect("through");
-        assert_eq!((lens.len(), lens[0], lens[15]), (16, 64, 40));
-        let wanted: Vec<u8> = bytes.iter().map(|byte| byte.wrapping_add(1)).collect();
-        assert_eq!(gpu.download_now(&memory), wanted, "seed {seed}");
-        // An error leaves whole chunks.
-        let mut left = 5;
-        let failed = staging.run(&gpu, &memory, &ready, far(), |chunk| {
-            chunk.fill(0);
-            left -= 1;
-            if left == 0 { Err(GpuError::Cancelled) } else { Ok(()) }
-        });
-        assert_eq!(failed, Err(GpuError::Cancelled));
-        let after = gpu.download_now(&memory);
-        assert!(after[..256].iter().all(|&byte| byte == 0));
-        assert_eq!(after[256..], wanted[256..], "seed {seed}");
-    }
-}
-
-#[test]
-fn a_chunk_that_does_not_come_passes_the_deadline() {
-    let gpu = Double::new(2, ROOM);
-    let mut staging = Staging::new(&gpu, 64).expect("room");
-    let memory = gpu.alloc(100).expect("room");
-    let (producer, produced) = (gpu.stream().expect("a stream"), gpu.event().expect("an event"));
-    let gate = gpu.gate(&producer);
-    gpu.record(&produced, &producer).expect("recorded");
-    let late = staging.run(&gpu, &memory, &produced, Instant::now(), |_| Ok::<_, GpuError>(()));
-    assert_eq!(late, Err(GpuError::Deadline));
-    gate.open();
-    staging.run(&gpu, &memory, &produced, far(), |_| Ok::<_, GpuError>(())).expect("through");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The double's copy engine that reduces on the way.
 
-use super::{Double, DoubleMemory, DoubleStream, Task, place};
+use super::state::Task;
+use super::{Double, DoubleMemory, DoubleStream, place};
 use crate::exec::gpu::engine::{Bulk, bulk_instruction};
 use crate::exec::gpu::{GpuError, Part};
 use sumac_hal::op::{Dtype, ReduceOp};
