@@ -75,31 +75,46 @@ impl Case {
         Self { faults, kinds, ..self }
     }
 
-    fn search(&self) -> Result<Report, Box<Violation>> {
+    /// The same from states of a tree in which a timer may also fire early.
+    fn with_early_timer(self) -> Self {
+        Self { scope: self.scope.with_faults(1, 0, 1), ..self }
+    }
+
+    fn fronts(&self) -> Fronts {
+        let fronts = Fronts::of(&self.scope, self.rules);
+        println!("{}: {} beginnings of {} states of ranks", self.scope, fronts.all.len(), fronts.moments);
+        fronts
+    }
+
+    fn search(&self, fronts: &Fronts) -> Result<Report, Box<Violation>> {
         let Self { scope, faults, kinds, has_controller, rules } = self;
         let wiring = Wiring::new(&scope.shape);
-        let fronts = Fronts::of(scope, *rules);
-        let word = if *has_controller { "a" } else { "no" };
-        println!("{scope}: {} beginnings of {} states of ranks, {word} controller", fronts.all.len(), fronts.moments);
         let setting = Setting { scope, wiring: &wiring, rules: *rules, has_controller: *has_controller };
-        Search::new(&setting, Limits { faults: *faults, kinds }).run(&fronts)
+        Search::new(&setting, Limits { faults: *faults, kinds }).run(fronts)
+    }
+
+    fn hold(&self, fronts: &Fronts) {
+        let word = if self.has_controller { "a" } else { "no" };
+        match self.search(fronts) {
+            Ok(report) => println!("  {word} controller, {} of {:?}: {report}", self.faults, self.kinds),
+            Err(violation) => panic!("{}, {word} controller, {:?}: {violation}", self.scope, self.kinds),
+        }
     }
 }
 
-/// Search cases in which nothing may be wrong.
+/// Search cases in which nothing may be wrong, with a controller and without.
 fn hold(cases: impl IntoIterator<Item = Case>) {
     for case in cases {
-        match case.search() {
-            Ok(report) => println!("  {} of {:?}: {report}", case.faults, case.kinds),
-            Err(violation) => panic!("{}, {:?}: {violation}", case.scope, case.kinds),
-        }
+        let fronts = case.fronts();
+        case.hold(&fronts);
+        case.without_controller().hold(&fronts);
     }
 }
 
 /// Search a case with broken rules, in which something has to be found; it holds with those that are kept.
 fn find(wrong: &[Wrong], case: Case, rules: Rules) {
     let case = Case { rules, ..case };
-    match case.search() {
+    match case.search(&case.fronts()) {
         Ok(report) => panic!("{rules:?}: nothing found: {report}"),
         Err(violation) => {
             println!("{rules:?}: {violation}");
@@ -110,21 +125,23 @@ fn find(wrong: &[Wrong], case: Case, rules: Rules) {
 
 #[test]
 fn repairs_of_two_ranks_hold() {
-    let cases = [
-        Case::new(one_level(2), (1, 2), &[2, 1]),
+    hold([
+        Case::new(one_level(2), (1, 2), &[2, 1]).with_early_timer(),
+        Case::new(one_level(2), (2, 4), &[2]).with_early_timer(),
         Case::new(one_level(2), (2, 4), &[3]),
         Case::new(two_levels(&[1, 0]), (1, 2), &[1, 2]),
         Case::new(two_levels(&[1, 1]), (2, 4), &[2]),
-    ];
-    hold(cases.into_iter().flat_map(|case| [case.clone(), case.without_controller()]));
+    ]);
 }
 
 #[test]
 fn repairs_of_three_ranks_hold() {
-    hold([
-        Case::new(one_level(3), (1, 2), &[1]),
-        Case::new(two_levels(&[2, 0]), (1, 2), &[1]).with(1, &[Fault::Death]).without_controller(),
-    ]);
+    let one_level = Case::new(one_level(3), (1, 2), &[1]);
+    let fronts = one_level.fronts();
+    one_level.hold(&fronts);
+    one_level.with(1, &[Fault::Death, Fault::Piece]).without_controller().hold(&fronts);
+    let two_levels = Case::new(two_levels(&[2, 0]), (1, 2), &[2]).with(1, &[Fault::Death, Fault::NoTree]);
+    two_levels.hold(&two_levels.fronts());
 }
 
 /// What ranks know of a device that has started again is no more than what they know of one that is dead.
@@ -145,7 +162,7 @@ fn a_restart_leaves_what_a_death_leaves() {
 }
 
 /// A rank stops at a moment of its own, with packets on their way to it that nobody takes in, while timers of others
-/// fire. Nothing comes of that which does not come of a loss.
+/// fire. Nothing comes of that, or of more faults, which does not come of one loss and one such timer.
 fn expect_nothing_else(shapes: impl IntoIterator<Item = (Shape, (u16, u16), usize)>, faults: &[(u8, u8, u8)]) {
     for (shape, sizes, chunks) in shapes {
         let of = |(losses, duplicates, early)| {
@@ -154,15 +171,15 @@ fn expect_nothing_else(shapes: impl IntoIterator<Item = (Shape, (u16, u16), usiz
             println!("{scope}: {} beginnings of {} states of ranks", fronts.all.len(), fronts.moments);
             fronts.in_words(&scope)
         };
-        let searched = of((1, 0, 0));
-        assert!(faults.iter().all(|&faults| of(faults) == searched), "{shape:?}");
+        let searched = of((1, 0, 1));
+        assert!(faults.iter().all(|&faults| of(faults).is_subset(&searched)), "{shape:?}");
     }
 }
 
 #[test]
-fn timers_and_duplicates_leave_nothing_else() {
+fn more_faults_leave_nothing_else() {
     let shapes = [(one_level(2), (1, 2), 3), (one_level(2), (2, 4), 2), (two_levels(&[2, 0]), (1, 2), 1)];
-    expect_nothing_else(shapes, &[(1, 0, 1), (1, 1, 0), (2, 0, 0)]);
+    expect_nothing_else(shapes, &[(1, 1, 0), (2, 0, 0)]);
 }
 
 #[test]
@@ -182,9 +199,9 @@ fn rules_of_repair_that_are_broken_are_found() {
 
 #[test]
 #[ignore = "takes minutes"]
-fn deep_timers_and_duplicates_leave_nothing_else() {
+fn deep_more_faults_leave_nothing_else() {
     let shapes = [(one_level(2), (2, 4), 3), (one_level(3), (1, 2), 2), (two_levels(&[2, 0]), (1, 2), 2)];
-    expect_nothing_else(shapes, &[(1, 0, 1), (1, 1, 1), (2, 1, 0)]);
+    expect_nothing_else(shapes, &[(1, 1, 1), (2, 1, 0), (1, 0, 2)]);
 }
 
 #[test]
@@ -199,20 +216,21 @@ fn deep_rules_that_are_broken_are_found() {
 #[test]
 #[ignore = "takes minutes"]
 fn deep_repairs_of_two_ranks_hold() {
-    let cases = [
+    hold([
         Case::new(one_level(2), (1, 2), &[2, 1]).with(2, &Fault::ALL),
-        Case::new(one_level(2), (2, 4), &[2, 1]).with(2, &Fault::ALL),
-    ];
-    hold(cases.into_iter().flat_map(|case| [case.clone(), case.without_controller()]));
+        Case::new(one_level(2), (2, 4), &[2]).with(2, &Fault::ALL),
+        Case::new(one_level(2), (2, 4), &[3, 1]).with_early_timer(),
+        Case::new(two_levels(&[1, 1]), (2, 4), &[2, 1]).with_early_timer(),
+    ]);
 }
 
 #[test]
 #[ignore = "takes minutes"]
 fn deep_repairs_of_three_ranks_hold() {
-    let cases = [
+    hold([
+        Case::new(one_level(3), (1, 2), &[1]),
         Case::new(one_level(3), (1, 2), &[2]),
-        Case::new(two_levels(&[2, 0]), (2, 4), &[2]),
+        Case::new(two_levels(&[2, 0]), (2, 4), &[2]).with(1, &[Fault::Death, Fault::Piece, Fault::NoTree]),
         Case::new(one_level(3), (1, 2), &[1]).with(2, &[Fault::Death]),
-    ];
-    hold(cases.into_iter().flat_map(|case| [case.clone(), case.without_controller()]));
+    ]);
 }
