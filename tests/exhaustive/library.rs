@@ -123,6 +123,17 @@ impl<'s> Library<'s> {
         self.receivers[packet as usize]
     }
 
+    /// Return a machine in a state.
+    pub(crate) fn machine(&self, machine: usize, state: u32) -> &Rc<Machine> {
+        &self.shelves[machine].states[state as usize]
+    }
+
+    /// Return who sent a packet, and its bytes.
+    pub(crate) fn letter(&self, packet: u32) -> (Addr, &[u8]) {
+        let letter = &self.letters[packet as usize];
+        (letter.from, &letter.bytes)
+    }
+
     /// Return what is known of a machine in a state.
     pub(crate) fn facts(&self, machine: usize, state: u32) -> &Facts {
         &self.shelves[machine].facts[state as usize]

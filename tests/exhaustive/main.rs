@@ -13,6 +13,7 @@
 //! | `machine`, `device`, `rank` | one machine between two events, taken apart by the feature `snapshot` |
 //! | `library` | states of single machines and packets, by number; production code runs once for each pair |
 //! | `search` | states of the cluster breadth first, the oracles, ways to the end, traces |
+//! | `repair` | one repair with a second failure, from what ranks have in all states of their tree |
 //! | `faithful` | that machines taken apart and put together after each event do what those do that never were |
 //!
 //! What has to hold in every state: buffers hold inputs or results, to the bit; no slot is used again while a rank below
@@ -23,9 +24,7 @@
 //! its hop's probe is taken to follow it by more than the 66 us that a hop tells apart), congestion marks, results to
 //! shared addresses, contributions by reference, and nodes that begin to send what they can't finish sending.
 //!
-//! A scope with repair needs: a variant of `machine::Machine` or more state in `rank` for who runs it, events for a
-//! member's death and for what makes the survivors notice, a fault more in `search::Fault` for each, and another
-//! notion of the end than that every rank has everything.
+//! What becomes of it when the tree is lost for good, and something else with it, is searched by `repair`.
 //!
 //! `cargo test -p sumac-tests --test exhaustive -- --nocapture` shows what was searched; with `--ignored` the deep scopes,
 //! which take minutes and some gigabytes each.
@@ -35,6 +34,7 @@ mod faithful;
 mod library;
 mod machine;
 mod rank;
+mod repair;
 mod scope;
 mod search;
 mod store;

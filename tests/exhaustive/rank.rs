@@ -27,7 +27,7 @@ pub(crate) struct Member {
 
 /// Buffers of all operations, input and output in one.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Memory(Vec<Vec<u8>>);
+pub(crate) struct Memory(pub(crate) Vec<Vec<u8>>);
 
 impl Buffers for Memory {
     fn input(&self, op: OpId) -> &[u8] {
@@ -56,6 +56,13 @@ impl Member {
             endpoint: Endpoint::new(wiring.endpoint(scope, index, epoch)),
             memory: Memory(scope.ops().iter().map(buffer).collect()),
         }
+    }
+
+    /// Return what there is of the group: the endpoint, how many operations were called, how many of them have returned,
+    /// and the buffers.
+    pub(crate) fn leave(&self, scope: &Scope) -> (Endpoint, u64, u64, Memory) {
+        let called = scope.calls[..self.called].iter().flatten().count() as u64;
+        (self.endpoint.clone(), called, self.done, self.memory.clone())
     }
 
     fn call(&mut self, scope: &Scope) {

@@ -7,12 +7,14 @@
 //! receiver ([`Library::revived`]).
 
 use crate::library::{Happening, Library};
-use crate::machine::{Facts, Flaw};
+use crate::machine::{Facts, Flaw, Machine};
 use crate::scope::{Scope, Wiring};
 use crate::store::Store;
 use std::collections::BTreeSet;
 use std::fmt;
+use std::rc::Rc;
 use std::time::{Duration, Instant};
+use sumac_hal::port::Addr;
 
 /// What happens to a cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -125,6 +127,42 @@ pub(crate) fn reachable(scope: &Scope, reduced: bool) -> (usize, BTreeSet<u64>) 
     (report.states, prints)
 }
 
+/// What all ranks have in some state of a cluster, and what is on its way to them.
+#[derive(Debug)]
+pub(crate) struct Moment {
+    /// The ranks.
+    pub(crate) ranks: Vec<Rc<Machine>>,
+    /// To which rank, from where, and what.
+    pub(crate) packets: Vec<(usize, Addr, Vec<u8>)>,
+}
+
+/// Search a scope, of which not every run comes to an end, and return what its ranks have in its states, each once.
+pub(crate) fn moments(scope: &Scope) -> Vec<Moment> {
+    let wiring = Wiring::new(&scope.shape);
+    let mut search = Search::new(scope, &wiring, true);
+    search.explore().unwrap_or_else(|violation| panic!("{scope}: {violation}"));
+    let devices = wiring.devices.len();
+    let mut seen = BTreeSet::new();
+    for index in 0..search.store.len() {
+        let (machines, packets) = search.split(search.store.get(index));
+        let to_ranks = packets.iter().copied().filter(|&packet| search.library.receiver(packet) >= devices);
+        seen.insert((machines[devices..].to_vec(), to_ranks.collect::<Vec<u32>>()));
+    }
+    let library = &search.library;
+    let moment = |(ranks, packets): (Vec<u32>, Vec<u32>)| {
+        let rank = |(index, &state): (usize, &u32)| Rc::clone(library.machine(devices + index, state));
+        let packet = |packet| {
+            let (from, bytes) = library.letter(packet);
+            (library.receiver(packet) - devices, from, bytes.to_vec())
+        };
+        Moment {
+            ranks: ranks.iter().enumerate().map(rank).collect(),
+            packets: packets.into_iter().map(packet).collect(),
+        }
+    };
+    seen.into_iter().map(moment).collect()
+}
+
 impl<'s> Search<'s> {
     fn new(scope: &'s Scope, wiring: &'s Wiring, reduced: bool) -> Self {
         Self {
@@ -143,6 +181,13 @@ impl<'s> Search<'s> {
     }
 
     fn run(&mut self) -> Result<Report, Box<Violation>> {
+        self.explore()?;
+        self.check_ends()?;
+        Ok(self.report())
+    }
+
+    /// Visit all states, and see that nothing is wrong in any of them.
+    fn explore(&mut self) -> Result<(), Box<Violation>> {
         self.store.insert(&vec![0; 1 + self.library.machines()]);
         self.origins.push((0, Step::To(0, Happening::Calm)));
         self.depths.push(0);
@@ -174,12 +219,11 @@ impl<'s> Search<'s> {
             }
             index += 1;
         }
-        self.check_ends()?;
         if let Some(packet) = self.library.revived() {
             let text = self.library.describe(packet);
             return Err(self.violation(Flaw::Revived, text, 0, None));
         }
-        Ok(self.report())
+        Ok(())
     }
 
     /// List what can happen in a state.

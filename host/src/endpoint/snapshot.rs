@@ -24,6 +24,11 @@ impl Endpoint {
         self.hops.iter_mut().for_each(Uplink::forget_probe);
     }
 
+    /// Keep nothing of what has returned, as if others could not need it any more.
+    pub fn forget_kept(&mut self) {
+        self.ops.forget_below(u64::MAX);
+    }
+
     /// Tell whether the answer to chunk `seq` is here.
     pub fn holds(&self, seq: u64) -> bool {
         let index = usize::from(Shard::of(ChunkNo(seq), self.hops.len() as u16));

@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use sumac_hal::ids::Rank;
 
 /// What a rank promises with.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct Account {
     /// What it has of the operations of the tree.
     pub(crate) ledger: Ledger,

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use sumac_hal::op::OpDesc;
 
 /// What a rank has of a chunk.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub(crate) struct Class {
     /// It waits for the result, or for a part of it.
     pub(crate) needs: bool,
@@ -15,7 +15,7 @@ pub(crate) struct Class {
 }
 
 /// An operation, as ranks compare it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct OpEntry {
     /// Its first seq.
     pub(crate) first: u64,
@@ -28,7 +28,7 @@ pub(crate) struct OpEntry {
 }
 
 /// What one rank has of the chunks from `from` on, up to the last that it has posted.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub(crate) struct Ledger {
     /// Below, this rank needs nothing, and can't supply anything either.
     pub(crate) from: u64,

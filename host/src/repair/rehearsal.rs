@@ -8,6 +8,7 @@ mod change;
 mod left;
 
 use super::plan::{Ledgers, Plan, plan};
+pub use super::view::Flaw;
 use super::{Ledger, Remains, Source, give_contribution, give_result, land, ledger, result_lens};
 use crate::endpoint::{Buffers, Endpoint, OpId};
 pub use change::{Attempt, Change, End, Landed, Outcome, Promise, Promises, Said, Settlement, Step};
@@ -20,7 +21,7 @@ use sumac_hal::op::OpDesc;
 pub struct Account(Ledger);
 
 /// Where the result of a chunk comes from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Origin {
     /// A rank has it.
     Held(Rank),
@@ -29,7 +30,7 @@ pub enum Origin {
 }
 
 /// A chunk whose result somebody waits for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Chunk {
     /// Its number.
     pub seq: u64,

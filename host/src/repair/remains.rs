@@ -108,7 +108,7 @@ pub(crate) fn result_lens(remains: &dyn Remains, entry: &OpEntry) -> impl Fn(u64
 }
 
 /// Chunks that a repair has landed, beside what was there.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub(crate) struct Landed(Vec<Range<u64>>);
 
 impl Landed {

@@ -24,6 +24,7 @@
 //! once and in the order of sending; a message may be lost with its connection, for which there is
 //! [`View::handle_timeout`].
 
+mod flaw;
 mod lead;
 #[cfg(test)]
 mod search;
@@ -31,6 +32,10 @@ mod search;
 mod tests;
 
 use super::ballot::{Authority, Ballot, Dead, Done, Message, Outcome};
+#[cfg(feature = "snapshot")]
+pub use flaw::Flaw;
+#[cfg(not(feature = "snapshot"))]
+use flaw::Flaw;
 use lead::Leading;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -98,8 +103,8 @@ pub(crate) struct View<P, D> {
     resend_at: Option<Instant>,
     transmit: VecDeque<(Rank, Message<P, D>)>,
     events: VecDeque<Event<P, D>>,
-    #[cfg(test)]
-    flaw: Option<search::Flaw>,
+    #[cfg(any(test, feature = "snapshot"))]
+    flaw: Option<Flaw>,
 }
 
 impl<P: Clone, D: Clone + PartialEq> View<P, D> {
@@ -121,7 +126,7 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
             resend_at: None,
             transmit: VecDeque::new(),
             events: VecDeque::new(),
-            #[cfg(test)]
+            #[cfg(any(test, feature = "snapshot"))]
             flaw: None,
         }
     }
@@ -174,7 +179,7 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
             }
             Message::Farewell => return self.rank_died(from, Authority::Word),
             Message::Excluded => return self.end(End::Partitioned),
-            _ if self.dead.contains_key(&from) && !self.hears_dead() => {
+            _ if self.dead.contains_key(&from) && !self.breaks(Flaw::TheDead) => {
                 // Only what is planned is entitled to say so.
                 if self.plan.is_some() || self.done.is_some() {
                     self.transmit.push_back((from, Message::Excluded));
@@ -311,7 +316,7 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
     fn is_entitled(&self, dead: &Dead) -> bool {
         let ranks = self.ranks as usize;
         let is_majority = 2 * ranks.saturating_sub(dead.len()) > ranks;
-        is_majority || dead.values().all(|&authority| authority == Authority::Word) || self.trusts_any()
+        is_majority || dead.values().all(|&authority| authority == Authority::Word) || self.breaks(Flaw::AnyMinority)
     }
 
     /// Note who is dead; tells whether that is news.
@@ -344,7 +349,9 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
             return;
         }
         self.highest = self.highest.max(ballot.attempt);
-        if let Some((promised, _)) = self.promised.filter(|(promised, _)| *promised > ballot && !self.goes_back()) {
+        if let Some((promised, _)) =
+            self.promised.filter(|(promised, _)| *promised > ballot && !self.breaks(Flaw::LowerBallots))
+        {
             return self.transmit.push_back((from, Message::Refuse { ballot: promised }));
         }
         self.bury(dead);
@@ -361,7 +368,7 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
     }
 
     fn on_plan(&mut self, from: Rank, ballot: Ballot, dead: Dead, accounts: BTreeMap<Rank, P>) {
-        if from != ballot.coordinator || self.promised != Some((ballot, true)) && !self.goes_back() {
+        if from != ballot.coordinator || self.promised != Some((ballot, true)) && !self.breaks(Flaw::LowerBallots) {
             return;
         }
         // Said again, as it may have been lost.
@@ -412,38 +419,5 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
     fn tell_all(&mut self, message: &Message<P, D>) {
         let others: Vec<Rank> = self.live().filter(|&rank| rank != self.rank).collect();
         self.transmit.extend(others.into_iter().map(|rank| (rank, message.clone())));
-    }
-
-    /// Tell whether lower ballots are taken, too: never, but for the search that finds out why.
-    #[cfg(not(test))]
-    const fn goes_back(&self) -> bool {
-        false
-    }
-
-    #[cfg(test)]
-    fn goes_back(&self) -> bool {
-        self.flaw == Some(search::Flaw::LowerBallots)
-    }
-
-    /// Tell whether the dead are listened to: never, but for that search.
-    #[cfg(not(test))]
-    const fn hears_dead(&self) -> bool {
-        false
-    }
-
-    #[cfg(test)]
-    fn hears_dead(&self) -> bool {
-        self.flaw == Some(search::Flaw::TheDead)
-    }
-
-    /// Tell whether a minority goes on: never, but for that search.
-    #[cfg(not(test))]
-    const fn trusts_any(&self) -> bool {
-        false
-    }
-
-    #[cfg(test)]
-    fn trusts_any(&self) -> bool {
-        self.flaw == Some(search::Flaw::AnyMinority)
     }
 }

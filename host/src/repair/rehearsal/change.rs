@@ -2,35 +2,44 @@
 //! connections. Messages are opaque to who carries them.
 
 use super::super::{self as repair, Authority, Ballot, Dead, Event, Ledger, Message, View, ledger};
-use super::{Chunk, Left, chunks_of};
-use crate::endpoint::Buffers;
+use super::{Chunk, Flaw, Left, chunks_of};
+use crate::endpoint::{Buffers, OpId};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::ops::Range;
 use sumac_hal::ids::Rank;
 use sumac_hal::time::Instant;
 
 /// One attempt to change a view; a later one is higher.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Attempt(Ballot);
 
+impl Attempt {
+    /// Return its number, from 1.
+    pub fn number(self) -> u32 {
+        self.0.attempt
+    }
+}
+
 /// What one rank says to another.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Said(Message<repair::Account, repair::Decision>);
 
 /// What a rank promises with.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Promise(repair::Account);
 
 /// What all ranks that live have promised with.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Promises(BTreeMap<Rank, repair::Account>);
 
 /// Chunks that attempts have landed, beside what the tree had brought.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct Landed(repair::Landed);
 
 /// What is done in an attempt, and what it comes to.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Settlement {
     /// The chunks to be moved or computed, in order.
     pub chunks: Vec<Chunk>,
@@ -38,7 +47,7 @@ pub struct Settlement {
 }
 
 /// What all that live have committed.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Outcome {
     /// The ranks that are not part of it, in order.
     pub dead: Vec<Rank>,
@@ -51,7 +60,7 @@ pub struct Outcome {
 }
 
 /// How a view change ends for a rank that is out of it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum End {
     /// Too few ranks are left, or the others go on without this one.
     Partitioned,
@@ -75,7 +84,7 @@ pub enum Step {
 }
 
 /// One rank's part in the change of one view.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Change(View<repair::Account, repair::Decision>);
 
 impl Said {
@@ -83,6 +92,28 @@ impl Said {
     pub fn answer_of_the_ended(&self) -> Option<Self> {
         let asks = matches!(self.0, Message::Call { .. } | Message::Prepare { .. } | Message::Promise { .. });
         asks.then_some(Self(Message::Farewell))
+    }
+}
+
+impl fmt::Display for Said {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = |ballot: &Ballot| format!("{} of {}", ballot.attempt, ballot.coordinator);
+        let out = |dead: &Dead| format!("{:?}", dead.keys().map(|rank| rank.0).collect::<Vec<_>>());
+        match &self.0 {
+            Message::Call { dead } => write!(f, "Call without {}", out(dead)),
+            Message::Prepare { ballot, dead } => write!(f, "Prepare {} without {}", name(ballot), out(dead)),
+            Message::Promise { ballot, done, .. } => {
+                let done = done.as_ref().map_or("nothing".into(), |done| name(&done.ballot));
+                write!(f, "Promise {}, done {done}", name(ballot))
+            }
+            Message::Refuse { ballot } => write!(f, "Refuse for {}", name(ballot)),
+            Message::Plan { ballot, accounts, .. } => write!(f, "Plan {} for {} ranks", name(ballot), accounts.len()),
+            Message::Done { ballot, word } => write!(f, "Done {} with {word}", name(ballot)),
+            Message::Failed { ballot } => write!(f, "Failed {}", name(ballot)),
+            Message::Commit { outcome, .. } => write!(f, "Commit {outcome:?}"),
+            Message::Farewell => f.write_str("Farewell"),
+            Message::Excluded => f.write_str("Excluded"),
+        }
     }
 }
 
@@ -136,6 +167,11 @@ impl Landed {
     /// Note that a chunk has landed.
     pub fn note(&mut self, seq: u64) {
         self.0.note(seq..seq + 1);
+    }
+
+    /// Return which elements of an operation's output are results by now, as an error says of them.
+    pub fn fresh<'r>(&self, left: impl Into<Left<'r>>, op: OpId) -> Vec<Range<u64>> {
+        repair::fresh(&self.0.over(&left.into()), op)
     }
 }
 
@@ -201,6 +237,23 @@ impl Change {
     /// Take part, as `rank` of `ranks`, until `deadline` at most.
     pub fn new(own: (Rank, u32), has_controller: bool, deadline: Instant) -> Self {
         Self(View::new(own, Dead::new(), has_controller, deadline))
+    }
+
+    /// Break a rule from the start, to see what it is for.
+    #[must_use]
+    pub fn with_flaw(mut self, flaw: Option<Flaw>) -> Self {
+        self.0.set_flaw(flaw);
+        self
+    }
+
+    /// Forget moments: what is due after a while is due as if that while began at [`Instant::ZERO`].
+    pub fn rest(&mut self) {
+        self.0.forget_time();
+    }
+
+    /// Return the highest attempt that this rank takes part in.
+    pub fn attempt(&self) -> Option<Attempt> {
+        self.0.promised().map(Attempt)
     }
 
     /// The view has to change.

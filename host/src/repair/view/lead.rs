@@ -1,6 +1,6 @@
 //! The coordinator's part of a view change.
 
-use super::{Ballot, Dead, Done, Message, Outcome, RETRY, View};
+use super::{Ballot, Dead, Done, Flaw, Message, Outcome, RETRY, View};
 use std::collections::BTreeMap;
 use sumac_hal::ids::Rank;
 use sumac_hal::time::Instant;
@@ -56,7 +56,7 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
         if !self.live().all(|rank| leading.promises.contains_key(&rank)) {
             return;
         }
-        if let Some(outcome) = leading.maybe_committed().filter(|_| self.adopts()) {
+        if let Some(outcome) = leading.maybe_committed().filter(|_| !self.breaks(Flaw::NothingAdopted)) {
             return self.commit(outcome);
         }
         let (ballot, dead) = (leading.ballot, self.dead.clone());
@@ -107,17 +107,6 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
         };
         let awaited = self.awaited();
         self.transmit.extend(awaited.into_iter().map(|rank| (rank, message.clone())));
-    }
-
-    /// Tell whether what may have been committed is adopted: always, but for the search that finds out why.
-    #[cfg(not(test))]
-    const fn adopts(&self) -> bool {
-        true
-    }
-
-    #[cfg(test)]
-    fn adopts(&self) -> bool {
-        self.flaw != Some(super::search::Flaw::NothingAdopted)
     }
 }
 

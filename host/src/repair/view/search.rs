@@ -10,19 +10,6 @@ use super::*;
 use std::collections::HashSet;
 use std::hash::{BuildHasher, Hash, RandomState};
 
-/// A rule that is broken, to see that the search finds what it is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Flaw {
-    /// Ballots below the one that was promised are taken, too.
-    LowerBallots,
-    /// Ranks listen to those that are dead to them.
-    TheDead,
-    /// What may have been committed is not adopted.
-    NothingAdopted,
-    /// Suspicion alone is enough, whoever is left.
-    AnyMinority,
-}
-
 type Said = Message<bool, bool>;
 
 /// How much may go wrong.
@@ -77,7 +64,7 @@ impl World {
         let view = |rank: usize| {
             let mut view =
                 View::new((Rank(rank as u32), ranks as u32), Dead::new(), scope.has_controller, Instant::ZERO);
-            view.flaw = scope.flaw;
+            view.set_flaw(scope.flaw);
             view
         };
         let mut world = Self {
