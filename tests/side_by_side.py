@@ -4,8 +4,8 @@
 Usage: tests/side_by_side.py [--jobs N] [--without NAME]...
 
 `cargo test` runs one program after the other, and much of what these do is wait: for a device to be missed, for a lease
-to end. N run at a time, by default one for each processor and at most four; those called NAME are left out. What a
-program prints appears when it has ended, in one piece. All of them run, whatever fails.
+to end. N run at a time, by default one more than there are processors, and at most five; those called NAME are left out.
+What a program prints appears when it has ended, in one piece. All of them run, whatever fails.
 
 Exit status: 0 if all passed, 1 if something failed, 2 for wrong usage.
 """
@@ -22,9 +22,14 @@ from pathlib import Path
 # Longer than any program takes on a slow machine.
 LIMIT_S = 1200
 
+MOST_JOBS = 64
+
+# Folders of packages whose programs start processes, or take long.
+FIRST = ["cli", "host", "tests"]
+
 
 def programs(without):
-    """Build all test programs; return each with the folder of its package, those that start processes first."""
+    """Build all test programs; return each with the folder of its package, those of FIRST first."""
     command = ["cargo", "test", "--workspace", "--no-run", "--message-format=json-render-diagnostics"]
     built = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if built.returncode != 0:
@@ -36,7 +41,8 @@ def programs(without):
         if is_program and message["target"]["name"] not in without:
             found.append((Path(message["executable"]), Path(message["manifest_path"]).parent))
     # What takes longest must not begin last.
-    return sorted(found, key=lambda program: (program[1].name != "cli", program[1].name != "tests", program[0].name))
+    place = {folder: number for number, folder in enumerate(FIRST)}
+    return sorted(found, key=lambda program: (place.get(program[1].name, len(FIRST)), program[0].name))
 
 
 def run(program, folder):
@@ -54,9 +60,16 @@ def run(program, folder):
     return status, output.decode(errors="replace"), time.monotonic() - began
 
 
+def jobs(text):
+    """Read how many programs may run at a time."""
+    if not (text.isdecimal() and 1 <= int(text) <= MOST_JOBS):
+        raise argparse.ArgumentTypeError(f"'{text}' is no number from 1 to {MOST_JOBS}")
+    return int(text)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, choices=range(1, 65), metavar="N", default=min(os.cpu_count() or 1, 4))
+    parser.add_argument("--jobs", type=jobs, metavar="N", default=1 + min(os.cpu_count() or 1, 4))
     parser.add_argument("--without", action="append", metavar="NAME", default=[])
     arguments = parser.parse_args()
     failed = []
