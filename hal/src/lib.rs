@@ -18,6 +18,7 @@
 //! | [`flash`] | block storage, and what it keeps when power fails |
 //! | `emu` (feature) | emulated links with faults, on virtual time; an emulated DMA engine |
 //! | `shm` (feature) | shared memory, futex and descriptor passing: the bus between processes of one machine |
+//! | `remote` (with `shm`) | a function on another host: its rings as messages, its memory by RDMA |
 //! | `udp` (feature) | a port over real sockets, for hosted targets |
 //! | `verbs` (feature) | a port over RDMA verbs, for hosted targets |
 //! | `hosted` (with `udp`) | either of them, as it is opened |
@@ -119,6 +120,8 @@ pub mod op;
 pub mod planted;
 pub mod port;
 pub mod reduce;
+#[cfg(all(feature = "shm", target_os = "linux"))]
+pub mod remote;
 pub mod ring;
 pub mod rtt;
 pub mod shard;
