@@ -65,6 +65,9 @@
 //!   away what the others were about to hear.
 //! - A rank says how much it waits for ([`ring::Wanted`]) and is woken for that, not for each chunk.
 //!
+//! A rank on another host does the same over RDMA: its rings travel as messages, and the device reads and writes its memory.
+//! What is different where nobody can read a dead device's redo slots, [`remote`] says and argues.
+//!
 //! # Shared answers
 //!
 //! A node may have a *shared address* towards its children: what it sends there reaches each of them (on one host, IP

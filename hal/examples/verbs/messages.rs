@@ -146,7 +146,16 @@ fn land(engine: &mut PeerEngine, rank: &mut Rank) {
     let values: Vec<u8> = (0..CHUNK).map(|i| (i * 7 % 251) as u8).collect();
     rank.buffer.write(CHUNK as usize, &values);
     let chunk = u64::from(CHUNK);
-    let (before, _) = engine.stats(rank.peer);
+    let (start, mut nothing) = (Instant::now(), [0; MESSAGE_LEN_BYTES]);
+    let before = loop {
+        // Also of the answers of before the completions.
+        assert_eq!(engine.link(rank.peer).expect("a link").receive(&mut nothing), Ok(None));
+        let (stats, _) = engine.stats(rank.peer);
+        if stats.completions == stats.posts {
+            break stats;
+        }
+        assert!(start.elapsed() < LIMIT, "not complete");
+    };
     assert_eq!(run(engine, &[copy((rank.keys[0], chunk), (OWN, 0))]), Status::Done);
     let steps: Vec<Step> = (0..8).map(|nth| copy((OWN, 0), (rank.keys[1], nth * chunk))).collect();
     assert_eq!(run(engine, &steps), Status::Done);

@@ -34,7 +34,7 @@ use serde::de::DeserializeOwned;
 use thiserror::Error;
 
 /// The version of the messages; raised with any change of their bytes.
-pub const VERSION: u16 = 8;
+pub const VERSION: u16 = 9;
 
 /// The length of a frame's header in bytes.
 pub const FRAME_HEADER_LEN: usize = 12;

@@ -11,7 +11,7 @@
 //!
 //! Both sides have an ordinary function's rings ([`mmio`](crate::mmio)) in memory of their own, so that rank and device run the
 //! same code as over shared memory; a [`Carrier`] at each side plays the one who is not there. What carries messages is a
-//! [`Link`]: a queue pair (`verbs`), or two queues of one process (`Exchange`, with the feature `emu`), by which all but the
+//! [`Link`]: a queue pair (`verbs`), or two queues of one process (`Exchange`, with the feature `double`), by which all but the
 //! hardware is tested on any machine.
 //!
 //! | file | what |
@@ -59,7 +59,7 @@
 //! travels in each message.
 
 mod carrier;
-#[cfg(feature = "emu")]
+#[cfg(feature = "double")]
 mod exchange;
 pub mod handshake;
 mod message;
@@ -68,8 +68,10 @@ mod region;
 mod tests;
 
 pub use carrier::{BUFFERS, CREDITS, Carrier, CarrierError, CarrierStats, Heard, Outbox};
-#[cfg(feature = "emu")]
-pub use exchange::{Exchange, ExchangeDevice, ExchangeLink};
+#[cfg(all(feature = "double", feature = "emu"))]
+pub use exchange::ExchangeDevice;
+#[cfg(feature = "double")]
+pub use exchange::{Exchange, ExchangeLink};
 pub use message::{MESSAGE_LEN_BYTES, Memory, MessageError};
 #[cfg(feature = "verbs")]
 pub(crate) use region::inside;
@@ -180,12 +182,12 @@ pub trait RankLink: Link + Send + fmt::Debug {
 }
 
 /// Open a rank's link on the RDMA port called `name` (see `VerbsLink`), with the identifier that is `prefer`'s if there is
-/// one; or, with the feature `emu`, on the double called `exchange:NAME`.
+/// one; or, with the feature `double`, on the double called `exchange:NAME`.
 ///
 /// # Errors
 /// [`LinkFailure`]
 pub fn open(name: &str, prefer: std::net::IpAddr) -> Result<std::boxed::Box<dyn RankLink>, LinkFailure> {
-    #[cfg(feature = "emu")]
+    #[cfg(feature = "double")]
     if let Some(exchange) = Exchange::named(name) {
         return Ok(std::boxed::Box::new(exchange.rank_link()?));
     }

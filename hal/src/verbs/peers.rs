@@ -78,6 +78,11 @@ impl PeerEngine {
         (is_there && peers.receives.is_some()).then_some(PeerLink { peers, peer: peer.into() })
     }
 
+    /// Return how many peers are connected.
+    pub fn peers(&self) -> usize {
+        self.engine.copier().links.iter().filter(|link| link.connection.is_some()).count()
+    }
+
     /// Tell whether a peer's message, or the end of a chain, can be taken now.
     pub fn has_news(&mut self) -> bool {
         let peers = self.engine.copier_mut();

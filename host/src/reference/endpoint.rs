@@ -65,6 +65,9 @@ pub struct ReferenceConfig {
     pub alignment_bytes: u32,
     /// The bounce buffer.
     pub bounce: BounceConfig,
+    /// Whether results land in the bounce buffer only, and are kept here until they are stable: where nobody can read the
+    /// device's redo slots.
+    pub lands_apart: bool,
 }
 
 /// Where an operation's buffers are in registered memory; `None` if they are not, or there is none.
@@ -123,6 +126,8 @@ struct Chunk {
     /// Where the device writes, and how much, if it writes to the caller's own memory.
     dst: Option<(Address, usize)>,
     drain: Option<Drain>,
+    /// Where the whole result lands in the bounce buffer, if it does.
+    lands: Option<u64>,
     /// What of the bounce buffer is free when this and all before have landed.
     bounce_end: Option<u64>,
 }
@@ -388,6 +393,25 @@ impl ReferenceEndpoint {
         !self.chunks.is_empty()
     }
 
+    /// Return where in the bounce buffer the whole result of a chunk that is open lands, if it does.
+    pub(super) fn landing(&self, seq: u64) -> Option<u64> {
+        let index = seq.checked_sub(self.have)?;
+        self.chunks.get(usize::try_from(index).ok()?).filter(|chunk| chunk.state != State::Landed)?.lands
+    }
+
+    /// Return where in the bounce buffer ends what a run lands there, whose first chunk lands where it does.
+    pub(super) fn landing_end(&self, run: &Run) -> u64 {
+        let (first, start) = (run.contribution.seq.0, run.contribution.dst.map_or(0, |dst| dst.offset_bytes));
+        let last = self.landing(first + u64::from(run.contribution.count) - 1);
+        // Behind the last one's first byte, by which it is announced.
+        last.map_or(start, |last| last + 1)
+    }
+
+    /// Return the chunks that are submitted and have not all landed.
+    pub(super) fn open_seqs(&self) -> std::ops::Range<u64> {
+        self.have..self.next()
+    }
+
     /// Return each chunk whose result the device may be writing to the caller's own memory, or has written a part of,
     /// and where. An error is no word that nothing was written: it may stand for a write that failed half-way.
     pub fn exposed(&self) -> impl Iterator<Item = (ChunkNo, Address, usize)> {
@@ -419,8 +443,13 @@ impl ReferenceEndpoint {
     pub(crate) fn keep(&mut self, is_published: impl Fn(u64) -> bool, buffers: &mut impl Buffers) {
         let stable = self.stable.0;
         self.ops.forget_below(stable);
+        let lands_apart = self.config.lands_apart;
         let is_elsewhere = |op: &Op, from| {
-            let kept = |seq| matches!(op.keep(seq), Keep::Nothing | Keep::Result(_)) || is_published(seq);
+            let kept = |seq| match op.keep(seq) {
+                Keep::Nothing => true,
+                Keep::Result(_) if !lands_apart => true,
+                _ => is_published(seq),
+            };
             (from..op.end()).all(kept)
         };
         self.ops.keep_new(stable, is_elsewhere, |op, keep, to| keep.retain(op.id, buffers, to));
@@ -449,7 +478,7 @@ impl ReferenceEndpoint {
         let mut src = part.gives.as_ref().and_then(|gives| at(places.input, gives.start));
         // A result of which only a part is this rank's does not fit where the part goes.
         let whole = part.takes.as_ref().filter(|takes| takes.part.len() == takes.result_len);
-        let mut dst = whole.and_then(|takes| at(places.output, takes.at));
+        let mut dst = whole.filter(|_| !self.config.lands_apart).and_then(|takes| at(places.output, takes.at));
         let (bounces_src, bounces_dst) = (part.gives.is_some() && src.is_none(), part.takes.is_some() && dst.is_none());
         let len = part.gives.as_ref().map(ExactSizeIterator::len).or(part.takes.as_ref().map(|takes| takes.result_len));
         let len = len.unwrap_or(0);
@@ -476,7 +505,8 @@ impl ReferenceEndpoint {
             self.bounce.take(place);
         }
         let bounce_end = planned.bounce.map(|place| place.end);
-        self.chunks.push_back(Chunk { state: State::Submitted, dst, drain, bounce_end });
+        let lands = planned.bounce.filter(|_| planned.bounces_dst).map(|place| place.offset);
+        self.chunks.push_back(Chunk { state: State::Submitted, dst, drain, lands, bounce_end });
     }
 }
 
