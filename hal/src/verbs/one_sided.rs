@@ -38,6 +38,9 @@ const BATCH: usize = 16;
 const TIMEOUT: u8 = 16;
 const RETRIES: u8 = 6;
 
+/// How often the kernel is asked to find the other host: about a second each time.
+const FIND_TRIES: u32 = 3;
+
 /// How often a stopped connection is asked for what it has left.
 const DRAIN_LOOKS: u32 = 100_000;
 
@@ -438,7 +441,16 @@ pub(super) fn connect(
         | mask::IBV_QP_RQ_PSN
         | mask::IBV_QP_MAX_DEST_RD_ATOMIC
         | mask::IBV_QP_MIN_RNR_TIMER;
-    pair.modify(attr, further)?;
+    let mut tries = 1..FIND_TRIES;
+    loop {
+        match pair.modify(attr, further) {
+            Ok(()) => break,
+            // The kernel asks once for the other host's link address, and the question or its answer was lost.
+            Err(VerbsError::Refused { source, .. })
+                if source.kind() == std::io::ErrorKind::TimedOut && tries.next().is_some() => {}
+            Err(error) => return Err(error),
+        }
+    }
     let attr = ibv::ibv_qp_attr {
         qp_state: ibv::ibv_qp_state::IBV_QPS_RTS,
         sq_psn: here.psn,

@@ -38,11 +38,8 @@ const REGISTER_LIMIT: Duration = Duration::from_secs(10);
 /// How long the device's runtime may stand still while it is waited for: as long as a hop may be silent in packets.
 const DEAD: Duration = HopTimers::DEFAULT.dead;
 
-/// So many chunks come soon enough to be looked for; for more, a wait sleeps at once.
-const FEW_CHUNKS: u64 = 3;
-
 /// How often to yield before sleeping: some 30 us where nobody else wants the core, which is what a wake-up takes.
-const YIELDS: u32 = 100;
+pub(super) const YIELDS: u32 = 100;
 
 /// The same where results land apart, so that all of what is in flight has its place there.
 const LANDING_LEN_BYTES: usize = 4 << 20;
@@ -60,9 +57,9 @@ pub struct ReferenceDriver {
     pub(super) endpoint: ReferenceEndpoint,
     pub(super) config: ReferenceConfig,
     pub(super) way: Way,
-    function: Function,
-    admin: Admin,
-    data: Ends,
+    pub(super) function: Function,
+    pub(super) admin: Admin,
+    pub(super) data: Ends,
     pub(super) registry: Registry,
     pub(super) bounce: Region,
     /// Where the device's redo slots can be read.
@@ -70,9 +67,9 @@ pub struct ReferenceDriver {
     /// Where memory comes from, if the device does not reach all.
     pub(super) arena: Option<Arena>,
     /// How long to sleep before rings are looked at, woken or not.
-    slice: Duration,
-    waiter: Waiter,
-    waker: Waker,
+    pub(super) slice: Duration,
+    pub(super) waiter: Waiter,
+    pub(super) waker: Waker,
     looked: Instant,
     /// The connection has hung up.
     pub(super) gone: bool,
@@ -299,35 +296,6 @@ impl ReferenceDriver {
         self.endpoint.stats()
     }
 
-    /// Return what wakes a wait, from any thread.
-    pub fn waker(&self) -> Waker {
-        self.waker.clone()
-    }
-
-    /// Sleep until the device has something, the driver is woken or `timeout` has passed; it may return earlier, and
-    /// does so often enough for [`ReferenceDriver::pump`] to see that the device is gone.
-    pub fn wait(&mut self, timeout: Option<Duration>) {
-        let deadline = Instant::now() + timeout.unwrap_or(self.slice).min(self.slice);
-        if let Way::Far(_) = self.way {
-            self.wait_far(deadline, Queue::Data);
-            self.waker.take();
-            return;
-        }
-        let Ends { completions, queue, .. } = &mut self.data;
-        // Counted modulo 2^32 on both sides.
-        queue.host_wants().set(self.endpoint.wanted() as u32);
-        // Much to wait for takes long: the device and its engine want the cores meanwhile.
-        let waiter = if self.endpoint.on_its_way() > FEW_CHUNKS { Waiter::new(Patience::NONE) } else { self.waiter };
-        let waker = &self.waker;
-        let news = || waker.is_raised() || completions.available().map_or(true, |count| count > 0);
-        if let Err(error) = waiter.wait(&[queue.host_bell()], Some(deadline), news) {
-            // Without futexes the rings are still there to look at.
-            tracing::debug!(device = self.device, %error, "can't sleep on a doorbell");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        self.waker.take();
-    }
-
     /// Take in a batch of answers; true if there may be more.
     pub(super) fn collect(&mut self, buffers: &mut impl Buffers) -> bool {
         let mut batch = [[0; COMPLETION_WORDS]; BATCH];
@@ -505,55 +473,6 @@ impl ReferenceDriver {
             let is_news = self.wait_for_answer(deadline.min(now + self.slice));
             if !is_news && self.looked.elapsed() >= SLICE {
                 self.look()?;
-            }
-        }
-    }
-}
-
-/// Which queue is waited on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Queue {
-    Admin,
-    Data,
-}
-
-impl ReferenceDriver {
-    /// Sleep until an answer to a command is there, or the deadline has passed; true if one is.
-    fn wait_for_answer(&mut self, deadline: Instant) -> bool {
-        if let Way::Far(_) = self.way {
-            return self.wait_far(deadline, Queue::Admin);
-        }
-        let Ends { completions, queue, .. } = &mut self.admin.ends;
-        let news = || completions.available().map_or(true, |count| count > 0);
-        self.waiter.wait(&[queue.host_bell()], Some(deadline), news).unwrap_or(false)
-    }
-
-    /// Take in what a device on another host has sent, and send it what was submitted; true if there was anything.
-    pub(super) fn carry(&mut self) -> bool {
-        let Way::Far(far) = &mut self.way else { return false };
-        let any = far.turn(&self.function);
-        self.gone |= far.is_lost();
-        any
-    }
-
-    /// Sleep until a device on another host has put something into this queue, this side is woken, or the deadline has passed;
-    /// true if something is there.
-    fn wait_far(&mut self, deadline: Instant, queue: Queue) -> bool {
-        let mut yields = 0;
-        loop {
-            self.carry();
-            let ends = if queue == Queue::Admin { &mut self.admin.ends } else { &mut self.data };
-            let is_news = ends.has_news();
-            let is_woken = queue == Queue::Data && self.waker.is_raised();
-            if is_news || is_woken || self.gone || Instant::now() >= deadline {
-                return is_news;
-            }
-            let Way::Far(far) = &mut self.way else { return false };
-            if yields < YIELDS {
-                yields += 1;
-                std::thread::yield_now();
-            } else {
-                far.sleep(&self.function, deadline);
             }
         }
     }

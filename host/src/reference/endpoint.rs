@@ -393,25 +393,6 @@ impl ReferenceEndpoint {
         !self.chunks.is_empty()
     }
 
-    /// Return where in the bounce buffer the whole result of a chunk that is open lands, if it does.
-    pub(super) fn landing(&self, seq: u64) -> Option<u64> {
-        let index = seq.checked_sub(self.have)?;
-        self.chunks.get(usize::try_from(index).ok()?).filter(|chunk| chunk.state != State::Landed)?.lands
-    }
-
-    /// Return where in the bounce buffer ends what a run lands there, whose first chunk lands where it does.
-    pub(super) fn landing_end(&self, run: &Run) -> u64 {
-        let (first, start) = (run.contribution.seq.0, run.contribution.dst.map_or(0, |dst| dst.offset_bytes));
-        let last = self.landing(first + u64::from(run.contribution.count) - 1);
-        // Behind the last one's first byte, by which it is announced.
-        last.map_or(start, |last| last + 1)
-    }
-
-    /// Return the chunks that are submitted and have not all landed.
-    pub(super) fn open_seqs(&self) -> std::ops::Range<u64> {
-        self.have..self.next()
-    }
-
     /// Return each chunk whose result the device may be writing to the caller's own memory, or has written a part of,
     /// and where. An error is no word that nothing was written: it may stand for a write that failed half-way.
     pub fn exposed(&self) -> impl Iterator<Item = (ChunkNo, Address, usize)> {

@@ -25,6 +25,9 @@ use sumac_hal::shm::{Bell, Connection, Function, FunctionQueue, Message, Peer, R
 /// The deepest rings of a device: as many answers as a rank's link has places for what lands.
 const DEPTH_MAX: u32 = 1024;
 
+/// Places that can be announced: one for each cache line of a landing area.
+const LANDED_MAX: usize = 1 << 16;
+
 /// Turns after which nothing is left that had come: each takes some hundreds of arrivals.
 const LAST_TURNS: usize = 8;
 
@@ -124,9 +127,11 @@ impl Far {
         }
         let (landed, mut is_rude) = (&mut self.landed, false);
         let turned = self.carrier.turn(&mut *self.link, |heard| match heard {
-            Heard::Landed(at) => landed.push(at),
+            // Written again, after a failure, it is announced again.
+            Heard::Landed(at) if landed.contains(&at) => {}
+            Heard::Landed(at) if landed.len() < LANDED_MAX => landed.push(at),
             Heard::Beat(beat) => function.bar().set_heartbeat(beat),
-            // Only ranks have memory to hand over.
+            // More places than there are, or memory, which only ranks hand over.
             _ => is_rude = true,
         });
         match turned {
@@ -307,7 +312,9 @@ impl Way {
         for _ in 0..LAST_TURNS {
             // The end itself is known.
             let _ = carrier.turn(&mut **link, |heard| {
-                if let Heard::Landed(at) = heard {
+                if let Heard::Landed(at) = heard
+                    && landed.len() < LANDED_MAX
+                {
                     landed.push(at);
                 }
             });

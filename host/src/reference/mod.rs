@@ -24,6 +24,7 @@
 //! | `pulse` | whether the device's runtime goes on |
 //! | `far` | a device on another host: messages, and memory opened to it ([`sumac_hal::remote`]) |
 //! | `driver` | all of it together, as [`TreeDriver`](crate::exec::TreeDriver) is for packets |
+//! | `wait` | sleeping until the device has something |
 //! | `retire` | the fence, and what is left when the device is gone |
 //!
 //! Invariants:
@@ -50,6 +51,7 @@ mod redo;
 mod retire;
 #[cfg(test)]
 mod tests;
+mod wait;
 
 pub use attach::{Remote, Seating};
 pub use driver::ReferenceDriver;
