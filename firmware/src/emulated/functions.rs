@@ -391,13 +391,17 @@ impl Functions {
             node.poll_dma(&mut self.engine, now);
             let mut completions = [nothing; BATCH];
             let count = self.engine.poll(&mut completions);
-            if completions[..count].iter().any(|completion| completion.status == Status::Hardware) {
-                // A rank whose link has ended is out of its group before the node tries its chains again.
-                busy |= self.take(node, now);
+            // A rank whose link has ended is out of its group, and has had its answer, before the node tries its chains again.
+            let is_lost = completions[..count].iter().any(|completion| completion.status == Status::Hardware);
+            if is_lost {
+                self.take(node, now);
             }
             for completion in &completions[..count] {
                 self.note(completion);
                 node.handle_completion(completion);
+            }
+            if is_lost {
+                self.answer(node);
             }
             if count == 0 {
                 break;

@@ -11,8 +11,13 @@ use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// Whose memory a step is at, and what is announced there.
-type Touched = (u16, Option<u32>);
+/// A step, whose memory it is at, and what is announced there.
+#[derive(Debug, Clone, Copy)]
+struct Touched {
+    step: u16,
+    peer: u16,
+    landed: Option<u32>,
+}
 
 /// The device's side: an emulated engine that reaches the memory of ranks, and announces what it writes there.
 pub struct ExchangeDevice {
@@ -117,19 +122,32 @@ impl ExchangeDevice {
     fn touched(&self, steps: &[Step]) -> Vec<Touched> {
         let of = |key: RegionKey| self.remote.iter().find(|(known, ..)| *known == key).copied();
         let mut touched = Vec::new();
-        for step in steps {
-            touched.extend(step.src().and_then(|src| of(src.region)).map(|(_, peer, _)| (peer, None)));
-            let dst = step.dst();
-            let announced = of(dst.region).map(|(_, peer, lands)| (peer, lands.then_some(dst.offset_bytes as u32)));
-            touched.extend(announced);
+        for (step, at) in (0..).zip(steps) {
+            let read = at.src().and_then(|src| of(src.region));
+            touched.extend(read.map(|(_, peer, _)| Touched { step, peer, landed: None }));
+            let written = of(at.dst().region);
+            touched.extend(written.map(|(_, peer, lands)| {
+                let landed = lands.then_some(at.dst().offset_bytes as u32);
+                Touched { step, peer, landed }
+            }));
         }
         touched
+    }
+
+    /// A step was at memory that is not there: the peer's hardware refuses that, and its connection is at its end.
+    fn refuse(&mut self, step: u16, touched: &[Touched]) {
+        let mut state = self.exchange.lock();
+        for peer in touched.iter().filter(|touched| touched.step == step).map(|touched| touched.peer) {
+            if let Some(Some(link)) = self.peers.get(usize::from(peer)) {
+                state.ends[link.number].is_open = false;
+            }
+        }
     }
 
     /// Announce what a chain has written; false if somebody whose memory it was at is gone.
     fn announce(&self, touched: &[Touched]) -> bool {
         let mut state = self.exchange.lock();
-        touched.iter().all(|(peer, landed)| {
+        touched.iter().all(|Touched { peer, landed, .. }| {
             let Some(Some(link)) = self.peers.get(usize::from(*peer)) else { return false };
             let End { peer, is_open, .. } = &state.ends[link.number];
             let is_there = *is_open && peer.is_some_and(|peer| state.ends[peer].is_open);
@@ -158,8 +176,14 @@ impl Engine for ExchangeDevice {
         for completion in &mut completions[..count] {
             let Some(at) = self.chains.iter().position(|(tag, _)| *tag == completion.tag) else { continue };
             let (_, touched) = self.chains.swap_remove(at);
-            if completion.status == Status::Done && !self.announce(&touched) {
-                (completion.status, completion.step) = (Status::Hardware, 0);
+            match completion.status {
+                Status::Done if self.announce(&touched) => {}
+                Status::OutOfBounds => {
+                    self.refuse(completion.step, &touched);
+                    completion.status = Status::Hardware;
+                }
+                Status::Done => (completion.status, completion.step) = (Status::Hardware, 0),
+                _ => {}
             }
         }
         count
