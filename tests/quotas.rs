@@ -245,7 +245,7 @@ fn unreachable(controller: SocketAddr, name: &str) -> Arc<AtomicU32> {
             collectives: u32::MAX,
         },
         data_addrs: [Addr::Udp(SocketAddr::from(([127, 0, 0, 1], 9)))].into_iter().collect(),
-        bus: Some(Bus { machine, socket: short("nobody-listens-here"), redo_memory_bytes: 1 << 30 }),
+        bus: Some(Bus { machine, socket: short("nobody-listens-here"), redo_memory_bytes: 1 << 30, remote: None }),
     };
     let mut stream = TcpStream::connect(controller).expect("a controller");
     send(&mut stream, &Greeting::Device(announce.clone())).expect("it listens");

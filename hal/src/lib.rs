@@ -18,6 +18,7 @@
 //! | [`flash`] | block storage, and what it keeps when power fails |
 //! | `emu` (feature) | emulated links with faults, on virtual time; an emulated DMA engine |
 //! | `shm` (feature) | shared memory, futex and descriptor passing: the bus between processes of one machine |
+//! | `remote` (with `shm`) | a function on another host: its rings as messages, its memory by RDMA |
 //! | `udp` (feature) | a port over real sockets, for hosted targets |
 //! | `verbs` (feature) | a port over RDMA verbs, for hosted targets |
 //! | `hosted` (with `udp`) | either of them, as it is opened |
@@ -63,6 +64,9 @@
 //! - A rank's fence takes its own memory out of a group, and nothing of the others': who ends with an error can't take
 //!   away what the others were about to hear.
 //! - A rank says how much it waits for ([`ring::Wanted`]) and is woken for that, not for each chunk.
+//!
+//! A rank on another host does the same over RDMA: its rings travel as messages, and the device reads and writes its memory.
+//! What is different where nobody can read a dead device's redo slots, [`remote`] says and argues.
 //!
 //! # Shared answers
 //!
@@ -119,6 +123,8 @@ pub mod op;
 pub mod planted;
 pub mod port;
 pub mod reduce;
+#[cfg(all(feature = "shm", target_os = "linux"))]
+pub mod remote;
 pub mod ring;
 pub mod rtt;
 pub mod shard;

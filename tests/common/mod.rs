@@ -37,6 +37,19 @@ impl Cluster {
     }
 
     #[allow(dead_code)]
+    /// The same with devices that reach ranks of other hosts, over the double of links called `exchange`.
+    pub(crate) fn start_remote(
+        leaves: usize,
+        hosts: usize,
+        (bus, exchange): (BusConfig, &str),
+        config: ControllerConfig,
+    ) -> Self {
+        Self::start_boards(leaves, hosts, config, |board| {
+            (board.bus, board.rdma) = (Some(bus), Some(exchange.into()));
+        })
+    }
+
+    #[allow(dead_code)]
     /// Devices with a bus each, without a fabric: any of them does for any job.
     pub(crate) fn spare(devices: usize, config: ControllerConfig) -> Self {
         let controller = Controller::start(config).expect("a controller on loopback");

@@ -8,16 +8,20 @@
 //! | `seats` | what the controller gives to jobs |
 //! | `orders` | declared orders: the same bits whichever way the bytes take |
 //! | `levels` | two levels, and how many bytes move where |
+//! | `liar` | a rank on another host that lies about its memory |
 //! | `flight` | operations in flight, and registered memory that comes and goes |
+//! | `far` | ranks on other hosts than their devices, over the double of links |
 //! | `sharing` | groups that share a device, calls that differ, and devices without room |
 
 #[path = "../common/mod.rs"]
 mod common;
 
 mod calls;
+mod far;
 mod flight;
 mod grid;
 mod levels;
+mod liar;
 mod orders;
 mod seats;
 mod sharing;

@@ -12,6 +12,7 @@ mod busy;
 mod collectives;
 mod death;
 mod devices;
+mod far;
 mod orders;
 mod started;
 mod work;

@@ -41,6 +41,12 @@ pub(crate) fn by_reference(config: &mut JoinConfig) {
     config.attach = Attach::Shm;
 }
 
+/// From other hosts, over the double of links of this name.
+pub(crate) fn from_afar(exchange: &str) -> impl Fn(&mut JoinConfig) + Sync {
+    let exchange = exchange.to_owned();
+    move |config| (config.attach, config.verbs) = (Attach::Rdma, Some(exchange.clone()))
+}
+
 /// Every other rank by packets.
 pub(crate) fn by_both(config: &mut JoinConfig) {
     config.attach = if config.rank.is_multiple_of(2) { Attach::Shm } else { Attach::Udp };

@@ -1,10 +1,13 @@
-//! The board's side of the bus: who connects is heard out here, and handed to the shard that serves it.
+//! The board's side of the bus: who connects, from this machine or from another host, is heard out here, and handed to the
+//! shard that serves it.
 
+mod calls;
 mod reception;
 #[cfg(test)]
 mod tests;
 
-pub(super) use reception::Arrival;
+pub(super) use calls::{Caller, Calls};
+pub(super) use reception::{Arrival, Neighbour};
 
 use super::BoardError;
 use reception::Reception;
@@ -46,6 +49,14 @@ struct Stop {
     event: OwnedFd,
 }
 
+impl Stop {
+    fn set(&self) {
+        self.is_set.store(true, Ordering::Release);
+        // It can fail only if the counter is full, and then the thread is awake.
+        let _ = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
+    }
+}
+
 /// The listening thread. Dropping it ends the thread.
 #[derive(Debug)]
 pub(super) struct Bus {
@@ -66,7 +77,8 @@ impl Bus {
         let name = format!("sumac-{:016x}", boot_id.0);
         let listener = Listener::bind(&name).map_err(BoardError::Bus)?;
         let Ok(socket) = Name::try_from(name.as_str()) else { return Ok(None) };
-        let announced = ctrl::Bus { machine, socket, redo_memory_bytes: config.redo_memory_bytes as u64 };
+        let redo_memory_bytes = config.redo_memory_bytes as u64;
+        let announced = ctrl::Bus { machine, socket, redo_memory_bytes, remote: None };
         let system = |source: rustix::io::Errno| BoardError::System { what: "an event", source: source.into() };
         let event = eventfd(0, EventfdFlags::CLOEXEC).map_err(system)?;
         let stop = Arc::new(Stop { is_set: AtomicBool::new(false), event });
@@ -77,7 +89,7 @@ impl Bus {
             // A shard that has ended takes nobody any more, and neither does this.
             while somebody_serves && !stopped.is_set.load(Ordering::Acquire) {
                 reception.turn(&stopped.event, |arrival| {
-                    somebody_serves &= arrivals.send(arrival).is_ok();
+                    somebody_serves &= arrivals.send(Arrival::Near(arrival)).is_ok();
                     waker.wake();
                 });
             }
@@ -93,9 +105,7 @@ impl Bus {
 
 impl Drop for Bus {
     fn drop(&mut self) {
-        self.stop.is_set.store(true, Ordering::Release);
-        // It can fail only if the counter is full, and then the thread is awake.
-        let _ = rustix::io::write(&self.stop.event, &1_u64.to_ne_bytes());
+        self.stop.set();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }

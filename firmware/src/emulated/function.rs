@@ -2,24 +2,28 @@
 //!
 //! Invariant: what is heard from a rank at a time is bounded, and so is what is kept of it.
 
+mod far;
 mod memory;
 #[cfg(test)]
 mod tests;
 
 pub(super) use memory::take_away;
 
+use super::engine::BoardEngine;
+use far::Far;
 use memory::map;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
+use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 use sumac_device::Node;
 use sumac_device::function::{self, Backlog, FunctionEnd, Mappings};
 use sumac_hal::dma::{Capabilities, RegionKey, RegionTable};
-use sumac_hal::emu::dma::EmuEngine;
 use sumac_hal::ids::{BootId, FunctionId};
 use sumac_hal::mmio::{COMPLETION_WORDS, CompletionEntry, EntryStatus, Features, FunctionConfig, SUBMISSION_WORDS};
+use sumac_hal::remote::CarrierError;
 use sumac_hal::shm::{
     Bell, Bells, Connection, Function, FunctionQueue, FunctionRing, MemoryError, Message, Received, Region,
     SocketError, ring,
@@ -31,7 +35,7 @@ use thiserror::Error;
 const QUEUES: u32 = 2;
 
 /// Places of each submission ring: runs of 16 chunks, so a gigabyte of contributions in flight at the usual length.
-const DEPTH: u32 = 1024;
+pub(super) const DEPTH: u32 = 1024;
 
 /// Memory handed over and not yet registered.
 const HANDED_OVER_MAX: usize = 16;
@@ -64,6 +68,15 @@ pub(super) enum Ended {
     /// It hands over more memory than it registers.
     #[error("{HANDED_OVER_MAX} files of memory were handed over, and none registered")]
     Memory,
+    /// Its process on another host has ended, or left.
+    #[error("the rank has left")]
+    Left,
+    /// It talks where nothing is to be said any more.
+    #[error("a message on the connection of the set-up")]
+    Talks,
+    /// Its link is at its end, or it does not keep the rules there.
+    #[error(transparent)]
+    Carrier(CarrierError),
 }
 
 /// What a rank has not taken yet. It grows with what is in it: most ranks leave nothing.
@@ -106,11 +119,18 @@ struct Hearing {
 /// A rank that has attached.
 pub(super) struct Attached {
     function: Function,
-    hearing: Hearing,
+    way: Way,
     rings: Rings,
     queues: [FunctionQueue; 2],
-    bells: [Bell; 2],
     beat: u32,
+}
+
+/// How it is reached.
+enum Way {
+    /// It shares memory with the device.
+    Near { hearing: Hearing, bells: [Bell; 2] },
+    /// It is on another host.
+    Far(Box<Far>),
 }
 
 /// The redo memory, and where the group's slots are in it: start, length of each, number.
@@ -139,7 +159,7 @@ impl Hearing {
 /// A rank's memory as this board maps it: files that it has handed over, and the engine.
 struct Files<'a> {
     hearing: &'a mut Hearing,
-    engine: &'a mut EmuEngine,
+    engine: &'a mut BoardEngine,
 }
 
 impl Mappings for Files<'_> {
@@ -181,15 +201,37 @@ impl Attached {
         let [admin, data] = &queues;
         let [admin, data] = [admin, data].map(|queue| (queue.submissions.clone(), queue.completions.clone()));
         let rings = Rings::new(id, admin, data, Pending::default());
-        let hearing = Hearing { connection, handed_over: BTreeMap::new() };
-        let attached = Self { function, hearing, rings, queues, bells: own, beat: 0 };
-        let number = attached.number();
+        let number = u64::from(id.0);
         let added = bells
-            .add_connection(&attached.hearing.connection, number)
-            .and_then(|()| attached.bells.iter().try_for_each(|bell| bells.add_bell(bell, number)));
-        match added {
-            Ok(()) => Ok(attached),
-            Err(error) => Err((attached.hearing.connection, error.into())),
+            .add_connection(&connection, number)
+            .and_then(|()| own.iter().try_for_each(|bell| bells.add_bell(bell, number)));
+        if let Err(error) = added {
+            return Err((connection, error.into()));
+        }
+        let hearing = Hearing { connection, handed_over: BTreeMap::new() };
+        Ok(Self { function, way: Way::Near { hearing, bells: own }, rings, queues, beat: 0 })
+    }
+
+    /// Make a function for a rank on another host, which the engine knows by a number.
+    pub(super) fn create_far(
+        id: FunctionId,
+        (stream, peer): (TcpStream, u16),
+        device: (BootId, Capabilities),
+        bells: &Bells,
+    ) -> Result<Self, CreateError> {
+        let Made { function, queues, .. } = Self::make(device)?;
+        let [admin, data] = queues.each_ref().map(|queue| (queue.submissions.clone(), queue.completions.clone()));
+        let rings = Rings::new(id, admin, data, Pending::default());
+        bells.add_connection(&stream, id.0.into())?;
+        let way = Way::Far(Box::new(Far::new(stream, peer, &queues)));
+        Ok(Self { function, way, rings, queues, beat: 0 })
+    }
+
+    /// Return the engine's number of it, if it is on another host.
+    pub(super) const fn peer(&self) -> Option<u16> {
+        match &self.way {
+            Way::Near { .. } => None,
+            Way::Far(far) => Some(far.peer),
         }
     }
 
@@ -215,7 +257,10 @@ impl Attached {
 
     /// Take what its connection says.
     pub(super) fn hear(&mut self) -> Result<(), Ended> {
-        self.hearing.hear()
+        match &mut self.way {
+            Way::Near { hearing, .. } => hearing.hear(),
+            Way::Far(far) => far.hear(),
+        }
     }
 
     /// Take what was submitted, as far as it can be; true if there was something.
@@ -223,11 +268,16 @@ impl Attached {
         &mut self,
         node: &mut Node<'_>,
         regions: &mut RegionTable<N>,
-        engine: &mut EmuEngine,
+        engine: &mut BoardEngine,
         now: Instant,
     ) -> Result<bool, Ended> {
-        let mut files = Files { hearing: &mut self.hearing, engine };
-        self.rings.take(node, regions, &mut files, now)
+        match &mut self.way {
+            Way::Near { hearing, .. } => self.rings.take(node, regions, &mut Files { hearing, engine }, now),
+            Way::Far(far) => {
+                far.carry(engine)?;
+                self.rings.take(node, regions, &mut far.mappings(engine), now)
+            }
+        }
     }
 
     /// Answer the commands whose time has come.
@@ -235,14 +285,20 @@ impl Attached {
         &mut self,
         node: &mut Node<'_>,
         regions: &RegionTable<N>,
-        engine: &mut EmuEngine,
+        engine: &mut BoardEngine,
     ) {
-        let mut files = Files { hearing: &mut self.hearing, engine };
-        self.rings.finish(node, regions, &mut files);
+        match &mut self.way {
+            Way::Near { hearing, .. } => self.rings.finish(node, regions, &mut Files { hearing, engine }),
+            Way::Far(far) => self.rings.finish(node, regions, &mut far.mappings(engine)),
+        }
     }
 
     /// Publish what is to be told; true if something was.
-    pub(super) fn publish(&mut self) -> Result<bool, Ended> {
+    pub(super) fn publish(&mut self, engine: &mut BoardEngine) -> Result<bool, Ended> {
+        if let Way::Far(far) = &mut self.way {
+            let told = self.rings.publish(|_| {})?;
+            return Ok(far.carry(engine)? || told);
+        }
         let queues = &self.queues;
         let any = self.rings.publish(|told| {
             let queue = &queues[told.queue as usize];
@@ -256,7 +312,8 @@ impl Attached {
 
     /// Tell whether its rings hold something that may be taken.
     pub(super) fn has_news(&mut self) -> bool {
-        self.rings.has_news()
+        let is_carried = if let Way::Far(far) = &mut self.way { far.has_news() } else { false };
+        is_carried || self.rings.has_news()
     }
 
     /// Tell whether something waits for a place in its rings.
@@ -268,6 +325,9 @@ impl Attached {
     pub(super) fn beat(&mut self) {
         self.beat = self.beat.wrapping_add(1);
         self.function.bar().set_heartbeat(self.beat);
+        if let Way::Far(far) = &mut self.way {
+            far.beat();
+        }
     }
 
     pub(super) fn announce(&mut self) {
@@ -278,12 +338,17 @@ impl Attached {
         self.queues.iter().for_each(|queue| queue.device_bell().awake());
     }
 
-    /// Hang up.
+    /// Hang up. The link of a rank on another host is the engine's to end.
     pub(super) fn leave(self, bells: &Bells) {
         self.function.bar().set_status(sumac_hal::mmio::DeviceStatus::FAILED);
-        // The rank may still hold the bells, so that closing them here would not take them out.
-        self.bells.iter().for_each(|bell| bells.remove(bell));
-        bells.remove(&self.hearing.connection);
+        match self.way {
+            Way::Near { hearing, bells: own } => {
+                // The rank may still hold the bells, so that closing them here would not take them out.
+                own.iter().for_each(|bell| bells.remove(bell));
+                bells.remove(&hearing.connection);
+            }
+            Way::Far(far) => bells.remove(&far.stream),
+        }
     }
 }
 

@@ -16,8 +16,10 @@
 //! - chunks taken and not answered never exceed the completion ring, so that an answer always has its place;
 //! - memory is unmapped when its last use has been released, also that of ranks that are gone.
 
-use super::bus::{Arrival, BusConfig};
-use super::function::{Attached, Ended, take_away};
+use super::bus::{Arrival, BusConfig, Caller, Neighbour};
+use super::engine::BoardEngine;
+use super::function::{Attached, DEPTH, Ended, take_away};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
@@ -25,12 +27,14 @@ use std::thread;
 use std::time::Duration;
 use sumac_device::function::hand_out;
 use sumac_device::{AttachError, Node};
-use sumac_hal::ctrl::{GroupConfig, NoBus, Refusal};
+use sumac_hal::ctrl::{GroupConfig, NoBus, Refusal, send};
 use sumac_hal::dma::{Address, Capabilities, Completion, Engine, RegionKey, RegionTable, Span, Status, Tag};
 use sumac_hal::emu::dma::{DmaConfig, EmuEngine, StartError, Strictness};
 use sumac_hal::hosted::HostedPort;
-use sumac_hal::ids::{BootId, ChildIndex, FunctionId, GroupId};
+use sumac_hal::ids::{BootId, ChildIndex, Epoch, FunctionId, GroupId};
 use sumac_hal::port::WaitPort;
+use sumac_hal::remote::LinkFailure;
+use sumac_hal::remote::handshake::{Answer, Call, Challenge, Seat};
 use sumac_hal::ring::{Doorbell, Patience};
 use sumac_hal::shm::{AttachRefusal, Bells, MemoryError, Message, Pages, Region, SocketError};
 use sumac_hal::time::Instant;
@@ -71,6 +75,9 @@ const BATCH: usize = 32;
 /// How long the shard sleeps while a rank leaves no place for its answers, which no rank of this version does.
 const FULL_RING: Duration = Duration::from_millis(1);
 
+/// What the engine's events are told under: no function has it.
+const ENGINE: u64 = u64::MAX;
+
 /// Why there are no functions.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -84,11 +91,15 @@ pub enum BusError {
     /// Nothing to sleep on.
     #[error("bells: {0}")]
     Bells(#[from] rustix::io::Errno),
+    /// Ranks of other hosts can't be reached.
+    #[error("by RDMA: {0}")]
+    Remote(#[from] LinkFailure),
 }
 
 /// A child that may attach.
 struct Link {
     group: GroupId,
+    epoch: Epoch,
     child: ChildIndex,
     key: u64,
     function: FunctionId,
@@ -97,7 +108,7 @@ struct Link {
 
 /// All functions of a board.
 pub(super) struct Functions {
-    engine: EmuEngine,
+    engine: BoardEngine,
     regions: Box<RegionTable<REGIONS>>,
     redo: Arc<Region>,
     /// What ranks and connections wake.
@@ -119,9 +130,10 @@ pub(super) struct Functions {
 }
 
 impl Functions {
-    /// Start the engine.
+    /// Start the engine: of the RDMA port called by the first of `remote`, with the identifier of its second, or else emulated.
     pub(super) fn start(
         config: &BusConfig,
+        remote: Option<(&str, IpAddr)>,
         boot_id: BootId,
         arrivals: Receiver<Arrival>,
         waker: Waker,
@@ -143,15 +155,21 @@ impl Functions {
             strictness: if config.strict { Strictness::Strict } else { Strictness::Hardware },
             ..DmaConfig::new(config.profile, threads)
         };
-        let mut engine = EmuEngine::start_notifying(dma, Some(notify))?;
+        let engine = EmuEngine::start_notifying(dma, Some(notify))?;
+        let mut engine = match remote {
+            None => BoardEngine::Emulated(Box::new(engine)),
+            Some((name, prefer)) => BoardEngine::remote(engine, name, prefer, REGIONS + 1)?,
+        };
         let redo = Arc::new(Region::create(config.redo_memory_bytes, Pages::Normal)?);
         // The first one there, and the table is longer than its index.
-        engine.map_local_memory(REDO, redo.clone()).expect("a free place");
+        engine.map_own(REDO, redo.clone())?;
+        let bells = Bells::new()?;
+        engine.file().into_iter().try_for_each(|file| bells.add_connection(file, ENGINE))?;
         Ok(Self {
             engine,
             regions: Box::new(RegionTable::new(REGIONS_PER_FUNCTION)),
             redo,
-            bells: Bells::new()?,
+            bells,
             doorbell,
             // The shard, its engine, and a rank.
             patience: Patience::for_this_machine(threads + 2).with_yields(YIELDS),
@@ -199,6 +217,7 @@ impl Functions {
         self.clear_records(node, config.group);
         self.links.extend(owners.into_iter().map(|(child, function)| Link {
             group: config.group,
+            epoch: config.epoch,
             child,
             key: config.secret.child_key(config.group, config.epoch, child),
             function,
@@ -221,24 +240,33 @@ impl Functions {
     }
 
     /// Take in who has arrived, and what connections say.
-    pub(super) fn poll_connections(&mut self, node: &Node<'_>) {
+    pub(super) fn poll_connections(&mut self, node: &mut Node<'_>) {
         while let Ok(arrival) = self.arrivals.try_recv() {
-            if let Err(error) = self.welcome(node, arrival) {
-                tracing::warn!(%error, "a rank can't attach");
+            match arrival {
+                Arrival::Near(neighbour) => {
+                    if let Err(error) = self.welcome(node, neighbour) {
+                        tracing::warn!(%error, "a rank can't attach");
+                    }
+                }
+                Arrival::Far(caller) => self.welcome_far(caller),
             }
         }
         let stirred = &mut self.stirred;
         self.bells.poll(|number| stirred.push(number));
         while let Some(number) = self.stirred.pop() {
+            if number == ENGINE {
+                // What it has is looked for in each turn.
+                self.engine.arm();
+            }
             let Some(at) = self.attached.iter().position(|function| function.is_number(number)) else { continue };
             if let Err(ended) = self.attached[at].hear() {
-                self.detach(at, &ended);
+                self.detach(node, at, &ended);
             }
         }
     }
 
-    fn welcome(&mut self, node: &Node<'_>, arrival: Arrival) -> Result<(), SocketError> {
-        let Arrival { connection, group, child, key } = arrival;
+    fn welcome(&mut self, node: &Node<'_>, arrival: Neighbour) -> Result<(), SocketError> {
+        let Neighbour { connection, group, child, key } = arrival;
         let link = self.links.iter_mut().find(|link| (link.group, link.child, link.key) == (group, child, key));
         let refused = match &link {
             None => Some(AttachRefusal::Stranger),
@@ -265,10 +293,68 @@ impl Functions {
         }
     }
 
+    /// Let a rank of another host in, if it has proven which child it is.
+    fn welcome_far(&mut self, caller: Caller) {
+        let Caller { mut stream, challenge, call } = caller;
+        let answer = match self.seat_far(&stream, &challenge, &call) {
+            Ok(seat) => Answer::Seat(seat),
+            Err(reason) => Answer::Refused(reason),
+        };
+        // Some bytes. One that has gone meanwhile is heard to have.
+        if let Err(error) = send(&mut stream, &answer) {
+            tracing::debug!(%error, "a rank of another host has left");
+        }
+    }
+
+    fn seat_far(
+        &mut self,
+        stream: &std::net::TcpStream,
+        challenge: &Challenge,
+        call: &Call,
+    ) -> Result<Seat, AttachRefusal> {
+        let is_it = |link: &&mut Link| (link.group, link.child) == (call.group, call.child);
+        let link = self.links.iter_mut().find(is_it).filter(|link| call.is_proven(link.key, challenge));
+        let link = link.ok_or(AttachRefusal::Stranger)?;
+        if link.attached {
+            return Err(AttachRefusal::Attached);
+        }
+        let no_room = |error: &dyn std::fmt::Display| {
+            tracing::warn!(%error, "no room for a rank of another host");
+            AttachRefusal::NoRoom
+        };
+        let (peer, end) = self.engine.connect(&call.end).map_err(|error| no_room(&error))?;
+        let device = (self.boot_id, *self.engine.capabilities());
+        let made = match stream.try_clone() {
+            Ok(stream) => Attached::create_far(link.function, (stream, peer), device, &self.bells)
+                .map_err(|error| no_room(&error)),
+            Err(error) => Err(no_room(&error)),
+        };
+        let attached = match made {
+            Ok(attached) => attached,
+            Err(reason) => {
+                self.engine.close(peer);
+                return Err(reason);
+            }
+        };
+        link.attached = true;
+        tracing::debug!(group = %call.group, child = %call.child, function = %link.function, "attached from another host");
+        self.attached.push(attached);
+        Ok(Seat::new(end, self.boot_id, DEPTH, &device.1).prove(link.key, (challenge, call)))
+    }
+
     /// A function is gone: its memory goes with the last use.
-    fn detach(&mut self, at: usize, ended: &Ended) {
+    ///
+    /// One of another host is taken out of its group first: chains that fail because its link has ended say nothing of the
+    /// chunk. The others wait for it, until somebody repairs.
+    fn detach(&mut self, node: &mut Node<'_>, at: usize, ended: &Ended) {
         let attached = self.attached.swap_remove(at);
         tracing::debug!(function = %attached.id(), why = %ended, "detached");
+        if let Some(peer) = attached.peer() {
+            for link in self.links.iter().filter(|link| link.function == attached.id()) {
+                node.withdraw(link.group, link.epoch, link.function);
+            }
+            self.engine.close(peer);
+        }
         let memory: Vec<_> = self.regions.of(attached.id()).collect();
         for key in memory {
             if !take_away(attached.id(), key, &mut self.regions, &mut self.engine) {
@@ -290,7 +376,7 @@ impl Functions {
                     taken_any |= taken;
                     at += 1;
                 }
-                Err(ended) => self.detach(at, &ended),
+                Err(ended) => self.detach(node, at, &ended),
             }
         }
         taken_any
@@ -305,9 +391,17 @@ impl Functions {
             node.poll_dma(&mut self.engine, now);
             let mut completions = [nothing; BATCH];
             let count = self.engine.poll(&mut completions);
+            // A rank whose link has ended is out of its group, and has had its answer, before the node tries its chains again.
+            let is_lost = completions[..count].iter().any(|completion| completion.status == Status::Hardware);
+            if is_lost {
+                self.take(node, now);
+            }
             for completion in &completions[..count] {
                 self.note(completion);
                 node.handle_completion(completion);
+            }
+            if is_lost {
+                self.answer(node);
             }
             if count == 0 {
                 break;
@@ -343,12 +437,12 @@ impl Functions {
         while at < self.attached.len() {
             let function = &mut self.attached[at];
             function.finish(node, &self.regions, &mut self.engine);
-            match function.publish() {
+            match function.publish(&mut self.engine) {
                 Ok(told) => {
                     busy |= told;
                     at += 1;
                 }
-                Err(ended) => self.detach(at, &ended),
+                Err(ended) => self.detach(node, at, &ended),
             }
         }
         busy
@@ -384,12 +478,13 @@ impl Functions {
     }
 
     fn has_news(&mut self) -> bool {
-        self.engine.has_completions() || self.attached.iter_mut().any(Attached::has_news)
+        self.engine.has_news() || self.attached.iter_mut().any(Attached::has_news)
     }
 
     /// Sleep until there is something to do, or `timeout` has passed.
     pub(super) fn sleep(&mut self, port: &mut HostedPort, timeout: Option<Duration>) {
         self.doorbell.announce();
+        self.engine.arm();
         self.attached.iter_mut().for_each(Attached::announce);
         if !self.has_news() {
             let full = self.attached.iter().any(Attached::is_full);

@@ -16,6 +16,7 @@
 
 mod bus;
 mod control;
+mod engine;
 mod function;
 mod functions;
 mod shard;
@@ -25,7 +26,7 @@ mod tests;
 pub use bus::BusConfig;
 pub use functions::BusError;
 
-use bus::Bus;
+use bus::{Bus, Calls};
 use control::Control;
 use shard::{ShardHandle, start_shard};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -73,6 +74,9 @@ pub struct BoardConfig {
     pub redial: Duration,
     /// How ranks of this machine contribute by reference; `None` if they can't. Only a board of one shard has a bus.
     pub bus: Option<BusConfig>,
+    /// The RDMA port by whose engine ranks of other hosts contribute by reference as well, as `DEVICE[:PORT[:GID-INDEX]]` or
+    /// `auto`; it takes the place of the emulated one. `None`: they can't. Goes with `bus`.
+    pub rdma: Option<String>,
 }
 
 impl BoardConfig {
@@ -95,6 +99,7 @@ impl BoardConfig {
             cores: Vec::new(),
             redial: Duration::from_millis(500),
             bus: Some(BusConfig::default()),
+            rdma: None,
         }
     }
 }
@@ -154,8 +159,9 @@ pub enum BoardError {
 pub struct Board {
     announce: Announce,
     control: Control,
-    // Its thread hands over to a shard's.
+    // Their threads hand over to a shard's.
     _bus: Option<Bus>,
+    _calls: Option<Calls>,
     shards: Vec<ShardHandle>,
 }
 
@@ -180,11 +186,13 @@ impl Board {
             Some(addrs) => addrs.iter().copied().map(Addr::Udp).collect(),
             None => shards.iter().map(|shard| shard.addr).collect(),
         };
-        let bus = start_bus(&config, boot_id, &shards)?;
-        let announce = Announce { name, boot_id, capabilities, data_addrs, bus: bus.as_ref().map(Bus::announced) };
+        let (bus, calls) = start_bus(&config, boot_id, &shards)?;
+        let mut announced = bus.as_ref().map(Bus::announced);
+        announced.iter_mut().for_each(|bus| bus.remote = calls.as_ref().map(Calls::addr));
+        let announce = Announce { name, boot_id, capabilities, data_addrs, bus: announced };
         let links = shards.iter().map(ShardHandle::link).collect();
         let control = Control::start(&config, announce.clone(), links)?;
-        Ok(Self { announce, control, _bus: bus, shards })
+        Ok(Self { announce, control, _bus: bus, _calls: calls, shards })
     }
 
     /// Return what the board tells its controller of itself.
@@ -235,12 +243,18 @@ fn check_data_addrs(config: &BoardConfig) -> Result<(), BoardError> {
 }
 
 /// Let ranks attach to the shard that serves them.
-fn start_bus(config: &BoardConfig, boot_id: BootId, shards: &[ShardHandle]) -> Result<Option<Bus>, BoardError> {
-    let Some(bus) = &config.bus else { return Ok(None) };
+fn start_bus(
+    config: &BoardConfig,
+    boot_id: BootId,
+    shards: &[ShardHandle],
+) -> Result<(Option<Bus>, Option<Calls>), BoardError> {
+    let Some(bus) = &config.bus else { return Ok((None, None)) };
     let Some((arrivals, waker)) = shards.iter().find_map(|shard| Some((shard.arrivals.clone()?, shard.waker()))) else {
-        return Ok(None);
+        return Ok((None, None));
     };
-    Bus::start(bus, boot_id, arrivals, waker)
+    let bus = Bus::start(bus, boot_id, arrivals.clone(), waker.clone())?;
+    let calls = config.rdma.as_ref().map(|_| Calls::start(config.bind, arrivals, waker)).transpose()?;
+    Ok((bus, calls))
 }
 
 /// What all shards can do.

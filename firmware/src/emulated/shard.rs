@@ -103,7 +103,8 @@ pub(super) fn start_shard(config: &BoardConfig, index: u16, boot_id: BootId) -> 
         // Memory is registered with the device; only with one shard is that with one table.
         Some(bus) if config.shards == 1 => {
             let (sender, arrivals) = channel();
-            let functions = Functions::start(bus, boot_id, arrivals, waker.clone())?;
+            let remote = config.rdma.as_deref().map(|name| (name, config.bind));
+            let functions = Functions::start(bus, remote, boot_id, arrivals, waker.clone())?;
             port.watch(functions.watched()?);
             (Some(sender), Some(functions))
         }
@@ -215,7 +216,7 @@ impl Worker {
                 let _ = answer.send(response);
             }
             if let Some(functions) = &mut self.functions {
-                functions.poll_connections(&node);
+                functions.poll_connections(&mut node);
                 functions.take(&mut node, now());
             }
             let next = runtime::poll(&mut node, &mut self.port, now());

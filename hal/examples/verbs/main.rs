@@ -7,12 +7,14 @@
 //! | cycles | a thousand ports opened and closed leave nothing behind in this process |
 //! | sided | connections with RDMA READ and WRITE: bounds, forged and revoked keys, fences, dead peers, a thousand of them |
 //! | engine | a device's DMA engine over such connections: two ranks' memory pulled, combined and written back; ranks that are gone |
+//! | messages | messages beside them, through a shared receive queue: announcements of results, fences, counts of posts |
 //! | two | with the other end in another machine: `two LINK` waits for it, `two LINK HOST` finds it there |
 //! | outage | packets flow again after a link was down: prints `down`, waits for a line, prints `up`, waits again |
 //!
 //! Exit status 0 and `ok CHECK` if it holds; else it panics with what did not.
 
 mod engine;
+mod messages;
 mod one_sided;
 mod two;
 
@@ -118,6 +120,7 @@ fn main() {
         "two" => two::run(&bed.links[0], words.get(1).map(String::as_str)),
         "sided" => one_sided::run(&bed.links),
         "engine" => engine::check(&bed.links),
+        "messages" => messages::check(&bed.links),
         "outage" => outage(&mut bed),
         other => panic!("{other} is no check"),
     }

@@ -7,6 +7,7 @@ use crate::port::Addr;
 use crate::shard::MAX_SHARDS;
 use crate::uplink::HopTimers;
 use crate::wire::MAX_CHILDREN;
+use core::net::SocketAddr;
 use core::num::NonZeroU32;
 use core::time::Duration;
 use heapless::{String, Vec};
@@ -52,6 +53,8 @@ pub struct Bus {
     pub socket: Name,
     /// The memory for redo slots, in bytes.
     pub redo_memory_bytes: u64,
+    /// Where ranks of other hosts ask to be let in ([`remote`](crate#by-reference)), over TCP; `None` if they can't.
+    pub remote: Option<SocketAddr>,
 }
 
 /// A set of a node's children.

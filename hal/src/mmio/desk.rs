@@ -27,7 +27,7 @@ pub const SEATS_MAX: usize = 16;
 const _: () = assert!(super::bar_len_bytes(2, SEAT_DEPTH) <= ARENA_OFFSET_BYTES);
 
 /// Why a rank can't attach.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, thiserror::Error)]
 #[repr(u64)]
 #[non_exhaustive]
 pub enum AttachRefusal {

@@ -169,8 +169,25 @@ unsafe impl Send for Lent {}
 
 impl Lent {
     pub(super) fn new(domain: &Arc<Domain>, memory: &Arc<dyn DmaMemory>) -> Result<Self, VerbsError> {
+        Self::with_access(domain, memory, ibv::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE)
+    }
+
+    /// The same for a peer's reads, and, if it may, for its writes.
+    pub(super) fn exposed(
+        domain: &Arc<Domain>,
+        memory: &Arc<dyn DmaMemory>,
+        may_write: bool,
+    ) -> Result<Self, VerbsError> {
+        let read = ibv::ibv_access_flags::IBV_ACCESS_REMOTE_READ;
+        Self::with_access(domain, memory, if may_write { exposed_access() } else { read })
+    }
+
+    fn with_access(
+        domain: &Arc<Domain>,
+        memory: &Arc<dyn DmaMemory>,
+        access: ibv::ibv_access_flags,
+    ) -> Result<Self, VerbsError> {
         let len_bytes = memory.len_bytes();
-        let access = ibv::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE;
         // SAFETY: `DmaMemory` is valid until it is dropped, which is after it is deregistered.
         let mr = unsafe { register(domain, memory.base(), len_bytes, access) };
         let failed = || VerbsError::Register { len_bytes, source: io::Error::last_os_error() };
@@ -181,6 +198,11 @@ impl Lent {
     pub(super) fn lkey(&self) -> u32 {
         // SAFETY: a registration that is still there.
         unsafe { self.mr.as_ref() }.lkey
+    }
+
+    pub(super) fn rkey(&self) -> u32 {
+        // SAFETY: as above.
+        unsafe { self.mr.as_ref() }.rkey
     }
 }
 

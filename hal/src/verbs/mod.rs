@@ -49,19 +49,25 @@ mod one_sided;
 mod pair;
 mod paths;
 mod peers;
+mod rank;
 mod region;
 mod rx;
+mod shared_receives;
+mod slots;
 mod tx;
 mod wait;
 
+pub use crate::remote::{LinkError, RegionError, RemoteRegion};
 pub use config::{NoLink, VerbsConfig, VerbsError, VerbsLink, VerbsStats};
 pub use copying::MapMemoryError;
 pub use discover::{VerbsDevice, devices, link_at};
 pub use memcpy::{MemcpyEngine, max_memcpy_len_bytes};
 pub use mlx5::MemcpyError;
-pub use one_sided::{LinkError, OneSided, OneSidedEnd, PostError, Progress};
+pub use one_sided::{LinkStats, OneSided, OneSidedEnd, PostError, Progress};
 pub use peers::PeerEngine;
-pub use region::{ExposedRegion, RegionError, RemoteRegion, VerbsDomain};
+pub use rank::{RankEnd, rank_link};
+pub use region::{ExposedRegion, VerbsDomain};
+pub use shared_receives::{ReceiveStats, SharedReceives};
 
 use crate::port::{Addr, Capabilities, Port, RxToken, TxToken, VerbsAddr, WaitPort, Wake};
 use crate::time::Instant;

@@ -15,7 +15,10 @@ use super::config::VerbsError;
 use super::datagrams::way;
 use super::objects::Completions;
 use super::pair::QueuePair;
-use super::region::{ExposedRegion, RegionError, RemoteRegion, VerbsDomain};
+use super::region::{ExposedRegion, VerbsDomain};
+use super::shared_receives::SharedReceives;
+use super::slots::Slots;
+use crate::remote::{LinkError, RegionError, RemoteRegion};
 use ibverbs_sys as ibv;
 use serde::{Deserialize, Serialize};
 use std::ptr;
@@ -28,11 +31,15 @@ const OPERATIONS: usize = 128;
 /// Completions taken in one look.
 const BATCH: usize = 16;
 
-/// 4.096 us * 2^14, so 67 ms, without an acknowledgement: sent again, so often (InfiniBand Architecture Specification,
+/// 4.096 us * 2^16, so 268 ms, without an acknowledgement: sent again, so often (InfiniBand Architecture Specification,
 /// 9.7.6.1.3). One more would be for ever: to every device for a peer that is not ready, to Soft-RoCE also for one that is
-/// silent.
-const TIMEOUT: u8 = 14;
+/// silent. A quarter of the time gives peers up that are there: on a lossy link between machines that share a processor,
+/// seven losses in a row and pauses of half a second happen.
+const TIMEOUT: u8 = 16;
 const RETRIES: u8 = 6;
+
+/// How often the kernel is asked to find the other host: about a second each time.
+const FIND_TRIES: u32 = 3;
 
 /// How often a stopped connection is asked for what it has left.
 const DRAIN_LOOKS: u32 = 100_000;
@@ -50,24 +57,6 @@ pub struct OneSidedEnd {
     pub psn: u32,
     /// The longest packet of its port in bytes.
     pub mtu_bytes: u16,
-}
-
-/// Why a connection is at its end.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum LinkError {
-    /// The peer's hardware does not let us there: a range outside, a key that was revoked, or of somebody else.
-    #[error("the peer's memory is not open to this access")]
-    RemoteAccess,
-    /// The peer does not answer.
-    #[error("the peer does not answer")]
-    PeerGone,
-    /// The connection was fenced here.
-    #[error("the connection was ended here")]
-    Fenced,
-    /// Something else, by its number in `enum ibv_wc_status`.
-    #[error("the RDMA device says status {0}")]
-    Status(u32),
 }
 
 /// Why an operation was not queued.
@@ -119,15 +108,38 @@ pub struct OneSided {
     end: OneSidedEnd,
     from: super::objects::GidEntry,
     reads: u8,
+    /// Where messages lie until they are acknowledged, on a connection that sends some.
+    slots: Option<Slots>,
+    stats: LinkStats,
+}
+
+/// What a connection has counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct LinkStats {
+    /// Operations: reads, writes and messages.
+    pub operations: u64,
+    /// Calls that posted operations.
+    pub posts: u64,
+    /// Completions that were asked for: one a post.
+    pub completions: u64,
+    /// Looks at the completion queue, empty ones included.
+    pub polls: u64,
+    /// Bytes that were asked for from the peer's memory.
+    pub read_bytes: u64,
+    /// Bytes that were sent to the peer's memory.
+    pub written_bytes: u64,
+    /// Messages.
+    pub messages: u64,
 }
 
 // SAFETY: the requests point to pieces of this connection, which moves as a whole.
 unsafe impl Send for OneSided {}
 
 impl OneSided {
-    pub(super) fn new(domain: &VerbsDomain) -> Result<Self, VerbsError> {
+    pub(super) fn new(domain: &VerbsDomain, receives: Option<&SharedReceives>) -> Result<Self, VerbsError> {
         let context = &domain.domain.context;
-        let completions = Completions::new(context, OPERATIONS, None)?;
+        let completions = Completions::new(context, OPERATIONS, receives.map(|receives| &receives.channel))?;
         let cap = ibv::ibv_qp_cap {
             max_send_wr: OPERATIONS as u32,
             // Nothing is received, which some devices take for a mistake.
@@ -137,7 +149,9 @@ impl OneSided {
             max_inline_data: 0,
         };
         let kind = ibv::ibv_qp_type::IBV_QPT_RC;
-        let (mut pair, _) = QueuePair::new(&domain.domain, kind, (&completions, &completions), cap)?;
+        let arrivals = receives.map_or(&completions, |receives| &receives.completions);
+        let srq = receives.map(|receives| &receives.srq);
+        let (mut pair, _) = QueuePair::sharing(&domain.domain, kind, (&completions, arrivals, srq), cap)?;
         prepare(&mut pair, domain.gid.port)?;
         let mut pieces: Box<[_]> = (0..OPERATIONS).map(|_| ibv::ibv_sge::default()).collect();
         let request =
@@ -165,6 +179,8 @@ impl OneSided {
             end,
             from: domain.gid,
             reads: domain.reads,
+            slots: receives.map(|_| Slots::new(&domain.domain)).transpose()?,
+            stats: LinkStats::default(),
         })
     }
 
@@ -219,13 +235,54 @@ impl OneSided {
         let length = length.ok_or(PostError::Length { len_bytes })?;
         let here = here.0.local(here.1, len_bytes)?;
         let remote_addr = there.0.at(there.1, len_bytes)?;
-        self.queue_checked(opcode, here, (remote_addr, there.0.rkey), length)
+        self.queue_checked((opcode, None), here, (remote_addr, there.0.rkey), length)
     }
 
-    /// Queue what was checked: an address and key here, and there, and at most [`MESSAGE_MAX_BYTES`].
+    /// Send a message of at most [`MESSAGE_LEN_BYTES`](crate::remote::MESSAGE_LEN_BYTES), behind what is queued, which leaves
+    /// with it; false, and nothing, if there is no room now, or never on a connection without messages.
+    ///
+    /// # Errors
+    /// [`LinkError`]: the connection is at its end.
+    pub fn send(&mut self, message: &[u8]) -> Result<bool, LinkError> {
+        self.error.map_or(Ok(()), Err)?;
+        // Only when it looks full: what is waited for is polled for anyway.
+        if !self.has_room_for_message() {
+            self.poll().error.map_or(Ok(()), Err)?;
+        }
+        if !self.has_room_for_message() {
+            return Ok(false);
+        }
+        let nth = self.written;
+        let Some(slots) = &mut self.slots else { return Ok(false) };
+        let here = slots.write(message, nth);
+        let opcode = ibv::ibv_wr_opcode::IBV_WR_SEND;
+        // It has room, and no error.
+        let queued = self.queue_checked((opcode, None), here, (0, 0), message.len() as u32);
+        debug_assert_eq!(queued, Ok(nth));
+        self.stats.messages += 1;
+        self.flush();
+        self.error.map_or(Ok(true), Err)
+    }
+
+    fn has_room_for_message(&self) -> bool {
+        self.room() > 0 && self.slots.as_ref().is_some_and(|slots| slots.has_room(self.done))
+    }
+
+    /// Return what was counted.
+    pub const fn stats(&self) -> LinkStats {
+        self.stats
+    }
+
+    /// Let the channel of the shared queue become readable when something is complete.
+    pub(super) fn arm(&self) {
+        self.completions.arm();
+    }
+
+    /// Queue what was checked: an address and key here, and there, and at most [`MESSAGE_MAX_BYTES`]; with a word for the peer
+    /// if the opcode takes one.
     pub(super) fn queue_checked(
         &mut self,
-        opcode: ibv::ibv_wr_opcode::Type,
+        (opcode, word): (ibv::ibv_wr_opcode::Type, Option<u32>),
         (addr, lkey): (u64, u32),
         (remote_addr, rkey): (u64, u32),
         length: u32,
@@ -238,8 +295,15 @@ impl OneSided {
         self.pieces[place(nth)] = ibv::ibv_sge { addr, length, lkey };
         let request = &mut self.requests[place(nth)];
         (request.wr_id, request.opcode, request.send_flags) = (nth, opcode, 0);
+        request.__bindgen_anon_1.imm_data = word.unwrap_or(0).to_be();
         request.wr.rdma = ibv::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr, rkey };
         self.written += 1;
+        self.stats.operations += 1;
+        match opcode {
+            ibv::ibv_wr_opcode::IBV_WR_RDMA_READ => self.stats.read_bytes += u64::from(length),
+            ibv::ibv_wr_opcode::IBV_WR_SEND => {}
+            _ => self.stats.written_bytes += u64::from(length),
+        }
         Ok(nth)
     }
 
@@ -247,6 +311,11 @@ impl OneSided {
     pub(super) const fn room(&self) -> usize {
         // `written - done` never exceeds it.
         OPERATIONS - (self.written - self.done) as usize
+    }
+
+    /// Tell whether nothing is in flight.
+    pub(super) const fn is_idle(&self) -> bool {
+        self.written == self.done
     }
 
     /// Return what ended the connection, as far as was looked.
@@ -268,6 +337,7 @@ impl OneSided {
                 request.send_flags = ibv::ibv_send_flags::IBV_SEND_SIGNALED.0;
             }
         }
+        self.stats.posts += 1;
         let first = &raw mut self.requests[place(self.posted)];
         // SAFETY: the chain is of this connection's requests, which stay where they are, as their pieces do; regions that
         // are dropped meanwhile are deregistered before their memory goes, so that the device refuses them.
@@ -280,7 +350,9 @@ impl OneSided {
     /// Look how far the operations are.
     pub fn poll(&mut self) -> Progress {
         loop {
+            self.stats.polls += 1;
             let count = self.completions.poll(&mut self.taken);
+            self.stats.completions += count as u64;
             for completion in &self.taken[..count] {
                 let nth = completion.wr_id();
                 self.returned = self.returned.max(nth + 1);
@@ -369,7 +441,16 @@ pub(super) fn connect(
         | mask::IBV_QP_RQ_PSN
         | mask::IBV_QP_MAX_DEST_RD_ATOMIC
         | mask::IBV_QP_MIN_RNR_TIMER;
-    pair.modify(attr, further)?;
+    let mut tries = 1..FIND_TRIES;
+    loop {
+        match pair.modify(attr, further) {
+            Ok(()) => break,
+            // The kernel asks once for the other host's link address, and the question or its answer was lost.
+            Err(VerbsError::Refused { source, .. })
+                if source.kind() == std::io::ErrorKind::TimedOut && tries.next().is_some() => {}
+            Err(error) => return Err(error),
+        }
+    }
     let attr = ibv::ibv_qp_attr {
         qp_state: ibv::ibv_qp_state::IBV_QPS_RTS,
         sq_psn: here.psn,

@@ -2,6 +2,7 @@
 
 use super::config::VerbsError;
 use super::objects::{Completions, Domain};
+use super::shared_receives::Srq;
 use ibverbs_sys as ibv;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
@@ -12,6 +13,8 @@ pub(super) struct QueuePair {
     pub(super) domain: Arc<Domain>,
     _send: Arc<Completions>,
     _receive: Arc<Completions>,
+    /// Held, as the others are.
+    srq: Option<Arc<Srq>>,
 }
 
 // SAFETY: as of `Context`.
@@ -25,9 +28,20 @@ impl QueuePair {
         (send, receive): (&Arc<Completions>, &Arc<Completions>),
         cap: ibv::ibv_qp_cap,
     ) -> Result<(Self, usize), VerbsError> {
+        Self::sharing(domain, qp_type, (send, receive, None), cap)
+    }
+
+    /// The same for one that receives in a queue that others receive in, too, if there is one.
+    pub(super) fn sharing(
+        domain: &Arc<Domain>,
+        qp_type: ibv::ibv_qp_type::Type,
+        (send, receive, srq): (&Arc<Completions>, &Arc<Completions>, Option<&Arc<Srq>>),
+        cap: ibv::ibv_qp_cap,
+    ) -> Result<(Self, usize), VerbsError> {
         let mut init = ibv::ibv_qp_init_attr {
             send_cq: send.raw.as_ptr(),
             recv_cq: receive.raw.as_ptr(),
+            srq: srq.map_or(ptr::null_mut(), |srq| srq.raw().as_ptr()),
             cap,
             qp_type,
             ..ibv::ibv_qp_init_attr::default()
@@ -36,7 +50,8 @@ impl QueuePair {
         let raw = NonNull::new(unsafe { ibv::ibv_create_qp(domain.raw.as_ptr(), &raw mut init) });
         let raw = raw.ok_or_else(|| VerbsError::last("create a queue pair", &domain.context.name))?;
         // SAFETY: just made, of these.
-        let pair = unsafe { Self::adopt(raw, domain, (send, receive)) };
+        let mut pair = unsafe { Self::adopt(raw, domain, (send, receive)) };
+        pair.srq = srq.cloned();
         Ok((pair, init.cap.max_inline_data as usize))
     }
 
@@ -50,7 +65,7 @@ impl QueuePair {
         (send, receive): (&Arc<Completions>, &Arc<Completions>),
     ) -> Self {
         let (domain, send, receive) = (Arc::clone(domain), Arc::clone(send), Arc::clone(receive));
-        Self { raw, domain, _send: send, _receive: receive }
+        Self { raw, domain, _send: send, _receive: receive, srq: None }
     }
 
     pub(super) const fn raw(&self) -> NonNull<ibv::ibv_qp> {

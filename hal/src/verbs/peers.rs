@@ -13,13 +13,16 @@ use super::config::VerbsError;
 use super::copying::{CHAINS, Copier, Copy, Copying, Ended, MapMemoryError, NotPosted};
 use super::memory::Lent;
 use super::objects::Domain;
-use super::one_sided::{LinkError, MESSAGE_MAX_BYTES, OneSided};
-use super::region::{RemoteRegion, VerbsDomain};
+use super::one_sided::{LinkStats, MESSAGE_MAX_BYTES, OneSided};
+use super::region::VerbsDomain;
+use super::shared_receives::{ReceiveStats, Received, SharedReceives};
 use crate::dma::{
     Capabilities, Chain, Completion, DmaMemory, Engine, LocalMemory, RegionKey, Scope, Span, Status, SubmitError,
 };
+use crate::remote::{Arrived, BUFFERS, Link as MessageLink, LinkError, MESSAGE_LEN_BYTES, RemoteRegion};
 use ibverbs_sys::ibv_wr_opcode;
 use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 /// An engine that reaches the memory of peers.
@@ -30,10 +33,16 @@ pub struct PeerEngine {
 impl PeerEngine {
     /// Make an engine in this domain, for `regions` regions of its own and of peers.
     pub fn new(domain: &VerbsDomain, regions: usize) -> Self {
+        Self::with_receives(domain, regions, None)
+    }
+
+    /// The same for one whose peers also send messages, which arrive in a queue of the domain.
+    pub fn with_receives(domain: &VerbsDomain, regions: usize, receives: impl Into<Option<SharedReceives>>) -> Self {
         let peers = Peers {
             links: Vec::new(),
             batches: [Batch::default(); CHAINS],
             ended: VecDeque::with_capacity(CHAINS),
+            receives: receives.into(),
             domain: Arc::clone(&domain.domain),
         };
         Self { engine: Copying::new(peers, MESSAGE_MAX_BYTES, regions) }
@@ -53,6 +62,57 @@ impl PeerEngine {
         self.engine.copier_mut().detach(peer)
     }
 
+    /// Make an end in `domain`, which is the engine's own, for a peer that sends messages; `None` of an engine without a queue
+    /// for them. [`PeerEngine::attach`] takes it.
+    ///
+    /// # Errors
+    /// [`VerbsError`]
+    pub fn messaging(&self, domain: &VerbsDomain) -> Result<Option<OneSided>, VerbsError> {
+        self.engine.copier().receives.as_ref().map(|receives| domain.messaging(receives)).transpose()
+    }
+
+    /// Return a peer's link for messages; `None` if it has none.
+    pub fn link(&mut self, peer: u16) -> Option<PeerLink<'_>> {
+        let peers = self.engine.copier_mut();
+        let is_there = peers.links.get(usize::from(peer)).is_some_and(|link| link.connection.is_some());
+        (is_there && peers.receives.is_some()).then_some(PeerLink { peers, peer: peer.into() })
+    }
+
+    /// Return how many peers are connected.
+    pub fn peers(&self) -> usize {
+        self.engine.copier().links.iter().filter(|link| link.connection.is_some()).count()
+    }
+
+    /// Tell whether a peer's message, or the end of a chain, can be taken now.
+    pub fn has_news(&mut self) -> bool {
+        let peers = self.engine.copier_mut();
+        peers.look();
+        peers.receive();
+        !peers.ended.is_empty() || peers.links.iter().any(|link| !link.inbox.is_empty())
+    }
+
+    /// Let [`PeerEngine::file`] become readable when something comes or ends from now on; look once more afterwards.
+    pub fn arm(&mut self) {
+        let Peers { links, receives, .. } = self.engine.copier_mut();
+        receives.iter().for_each(SharedReceives::arm);
+        links.iter().filter_map(|link| link.connection.as_ref()).for_each(OneSided::arm);
+    }
+
+    /// Return what becomes readable; `None` of an engine without a queue for messages.
+    pub fn file(&self) -> Option<BorrowedFd<'_>> {
+        self.engine.copier().receives.as_ref().map(|receives| receives.channel.fd())
+    }
+
+    /// Return what a peer's connection has counted, and what all have received.
+    pub fn stats(&self, peer: u16) -> (LinkStats, ReceiveStats) {
+        let Peers { links, receives, .. } = self.engine.copier();
+        let connection = links.get(usize::from(peer)).and_then(|link| link.connection.as_ref());
+        (
+            connection.map(OneSided::stats).unwrap_or_default(),
+            receives.as_ref().map(SharedReceives::stats).unwrap_or_default(),
+        )
+    }
+
     /// Return what has ended a peer's connection, if it has.
     pub fn error(&self, peer: u16) -> Option<LinkError> {
         self.engine.copier().links.get(usize::from(peer)).map_or(Some(LinkError::Fenced), Link::error)
@@ -66,12 +126,28 @@ impl PeerEngine {
         self.engine.map(key, memory, true)
     }
 
+    /// Let chains reach memory of another process of this machine under `key`.
+    ///
+    /// # Errors
+    /// [`MapMemoryError`]
+    pub fn map_memory(&mut self, key: RegionKey, memory: Arc<dyn DmaMemory>) -> Result<(), MapMemoryError> {
+        self.engine.map(key, memory, false)
+    }
+
     /// Let chains reach memory of a peer under `key`, as the peer has told of it.
     ///
     /// # Errors
     /// [`MapMemoryError`]
     pub fn map_remote(&mut self, key: RegionKey, peer: u16, region: RemoteRegion) -> Result<(), MapMemoryError> {
-        self.engine.map_remote(key, peer, region)
+        self.engine.map_remote(key, (peer, region), false)
+    }
+
+    /// The same for memory where results land: the peer is told of each that is whole, by its offset.
+    ///
+    /// # Errors
+    /// [`MapMemoryError`]
+    pub fn map_landing(&mut self, key: RegionKey, peer: u16, region: RemoteRegion) -> Result<(), MapMemoryError> {
+        self.engine.map_remote(key, (peer, region), true)
     }
 
     /// Take memory away; when this returns, nothing touches it. False if it is not there.
@@ -117,6 +193,45 @@ struct Link {
     marks: VecDeque<(u64, u64)>,
     /// Operations of the batch that is being posted.
     wanted: usize,
+    /// Its queue pair.
+    qpn: u32,
+    /// What has come of it and was not taken.
+    inbox: VecDeque<Received>,
+}
+
+/// A peer's link for messages.
+pub struct PeerLink<'a> {
+    peers: &'a mut Peers,
+    peer: usize,
+}
+
+impl std::fmt::Debug for PeerLink<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PeerLink").field("peer", &self.peer).finish_non_exhaustive()
+    }
+}
+
+impl MessageLink for PeerLink<'_> {
+    fn send(&mut self, message: &[u8]) -> Result<bool, LinkError> {
+        let link = &mut self.peers.links[self.peer];
+        let connection = link.connection.as_mut().ok_or(LinkError::Fenced)?;
+        connection.send(message)
+    }
+
+    fn receive(&mut self, into: &mut [u8; MESSAGE_LEN_BYTES]) -> Result<Option<Arrived>, LinkError> {
+        if self.peers.links[self.peer].inbox.is_empty() {
+            self.peers.receive();
+        }
+        let link = &mut self.peers.links[self.peer];
+        match link.inbox.pop_front() {
+            Some(received) => Ok(self.peers.receives.as_mut().map(|receives| receives.take(received, into))),
+            // What became of messages is looked at when nothing comes: a peer that is gone says nothing else.
+            None => match link.connection.as_mut().filter(|connection| !connection.is_idle()) {
+                Some(connection) => connection.poll().error.map_or(Ok(None), Err),
+                None => link.error().map_or(Ok(None), Err),
+            },
+        }
+    }
 }
 
 impl Link {
@@ -140,12 +255,15 @@ struct Peers {
     /// By their numbers.
     batches: [Batch; CHAINS],
     ended: VecDeque<Ended>,
+    receives: Option<SharedReceives>,
     domain: Arc<Domain>,
 }
 
 impl Peers {
     fn attach(&mut self, connection: OneSided) -> u16 {
-        let link = Link { connection: Some(connection), marks: VecDeque::with_capacity(CHAINS), wanted: 0 };
+        let (marks, inbox) = (VecDeque::with_capacity(CHAINS), VecDeque::with_capacity(BUFFERS));
+        let qpn = connection.end().qpn;
+        let link = Link { connection: Some(connection), marks, wanted: 0, qpn, inbox };
         // A number whose connection has ended, and that no batch waits for, is free.
         let free = self.links.iter().position(|link| link.connection.is_none() && link.marks.is_empty());
         let at = free.unwrap_or(self.links.len());
@@ -164,8 +282,25 @@ impl Peers {
             connection.fence([])?;
         }
         link.connection = None;
+        let inbox = std::mem::take(&mut link.inbox);
+        self.receives.iter_mut().for_each(|receives| inbox.iter().for_each(|&received| receives.discard(received)));
         self.look();
         Ok(())
+    }
+
+    /// Take what has come of any peer. What is nobody's any more is given back.
+    fn receive(&mut self) {
+        let Self { links, receives, .. } = self;
+        let Some(receives) = receives else { return };
+        let mut nobodys: heapless::Vec<Received, { 2 * BUFFERS }> = heapless::Vec::new();
+        receives.poll(|qpn, received| {
+            match links.iter_mut().find(|link| link.qpn == qpn && link.connection.is_some()) {
+                Some(link) => link.inbox.push_back(received),
+                // As many as a connection can have had on its way.
+                None => _ = nobodys.push(received),
+            }
+        });
+        nobodys.into_iter().for_each(|received| receives.discard(received));
     }
 
     /// Take what connections have completed, or have taken along.
@@ -239,6 +374,7 @@ impl Copier for Peers {
             let Copy { src, dst, len_bytes } = *copy;
             let (opcode, peer, here, there) = match (src.peer, dst.peer) {
                 (Some(peer), _) => (ibv_wr_opcode::IBV_WR_RDMA_READ, peer, dst, src),
+                (None, Some(peer)) if dst.word.is_some() => (ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM, peer, src, dst),
                 (None, Some(peer)) => (ibv_wr_opcode::IBV_WR_RDMA_WRITE, peer, src, dst),
                 (None, None) => {
                     let at = |addr: u64| std::ptr::with_exposed_provenance_mut::<u8>(addr as usize);
@@ -250,7 +386,8 @@ impl Copier for Peers {
             };
             let link = &mut self.links[usize::from(peer)];
             let queued = link.connection.as_mut().map(|connection| {
-                connection.queue_checked(opcode, (here.addr, here.key), (there.addr, there.key), len_bytes)
+                let there_is = (there.addr, there.key);
+                connection.queue_checked((opcode, there.word), (here.addr, here.key), there_is, len_bytes)
             });
             let Some(Ok(nth)) = queued else {
                 // There was room, and no error; whatever it is, the chain is told.

@@ -167,8 +167,9 @@ ENVIRONMENT
   MASTER_ADDR       the controller's host [default: 127.0.0.1] (library, status, selftest)
   SUMAC_PORT        the controller's port [default: 7847] (library, status, selftest)
   SUMAC_JOB         the job's name: ranks of the same name meet [default: default] (library)
-  SUMAC_ATTACH      how the rank reaches its leaf device: auto, udp, shm or verbs [default: auto] (library)
-  SUMAC_VERBS       the RDMA port for verbs, as in mlx5_0:1 [default: the first that is active] (library)
+  SUMAC_ATTACH      how the rank reaches its leaf device: auto, udp, shm, verbs or rdma
+                    [default: auto] (library)
+  SUMAC_VERBS       the RDMA port for verbs and rdma, as in mlx5_0:1 [default: the first that is active] (library)
   SUMAC_TENANT      on whose account the job runs, where the controller has quotas [default: default] (library)
   SUMAC_WAIT_FOR_TREE  seconds that joining waits in the controller's queue for a tree [default: 0] (library)
   SUMAC_CARDS       where flash keeps what each card has had [default: /var/lib/sumac/cards]
@@ -192,7 +193,7 @@ JSON
   busbw_gbytes_s wrong wire_bytes cpu_us retransmits repaired repair_bytes slowest_rank late_us. wire_bytes and cpu_us
   are the most of any rank, per operation; repair_bytes is the most that a rank sent to others to repair; wrong and
   retransmits are sums over ranks and iterations; op is null where nothing combines, dtype too of a barrier. attach is
-  how ranks reach the tree, shm, udp, verbs or mixed; host on other paths. With --explain: operation
+  how ranks reach the tree, shm, udp, verbs, rdma or mixed; host on other paths. With --explain: operation
   requested overridden chosen attach candidates[{path cost_us ruled_out}]; attach is null where there is no tree.
 
 FAULTS

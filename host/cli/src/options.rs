@@ -43,9 +43,15 @@ impl Links {
         self.links.is_empty()
     }
 
-    /// Return the options of so many devices by which they receive over verbs.
-    pub(crate) fn of_devices(&self, devices: usize) -> Vec<(usize, Vec<String>)> {
-        let option = |nth| format!("--verbs={}", self.in_turn(nth).as_deref().unwrap_or(ANY_LINK));
+    /// Return the options of so many devices to which ranks attach in this way: by which they receive over verbs, or reach
+    /// ranks' memory by RDMA.
+    pub(crate) fn of_devices(&self, attach: Attach, devices: usize) -> Vec<(usize, Vec<String>)> {
+        let name = match attach {
+            Attach::Verbs => "verbs",
+            Attach::Rdma => "rdma",
+            _ => return Vec::new(),
+        };
+        let option = |nth| format!("--{name}={}", self.in_turn(nth).as_deref().unwrap_or(ANY_LINK));
         (0..devices).map(|nth| (nth, vec![option(nth)])).collect()
     }
 }

@@ -92,6 +92,11 @@ pub(crate) struct DeviceArgs {
     /// Take no contributions by reference: ranks on this machine send packets, as all others do
     #[arg(long)]
     no_bus: bool,
+    /// Let ranks of other hosts contribute by reference, too: the engine is that of this RDMA port, DEVICE, DEVICE:PORT or
+    /// DEVICE:PORT:GID-INDEX, which reads and writes their memory; without a name, of the first that is active. Ranks then
+    /// attach as `rdma`
+    #[arg(long, value_name = "LINK", num_args = 0..=1, default_missing_value = options::ANY_LINK, conflicts_with = "no_bus")]
+    rdma: Option<String>,
     /// What the emulated DMA engine can do, and so what the device's processor has left to do; `sumac doctor` says which
     /// hardware has which
     #[arg(long, value_name = "NAME", default_value = "full", value_parser = options::profile_parser(),
@@ -138,6 +143,7 @@ pub(crate) fn run_device(args: DeviceArgs) -> Result<(), Failure> {
     config.advertise = args.advertise;
     config.shards = args.shards;
     config.verbs = args.verbs;
+    config.rdma = args.rdma;
     config.children = args.children.unwrap_or(config.children);
     config.slots = args.slots.unwrap_or(config.slots);
     let name = config.name.clone();

@@ -54,11 +54,12 @@ pub(crate) fn run() -> Result<(), Failure> {
     Ok(())
 }
 
-/// Return how the ranks reach their tree, if there is one. Fails where this one insists on shared memory or verbs and there
+/// Return how the ranks reach their tree, if there is one. Fails where this one insists on shared memory or RDMA and there
 /// is no tree: what is done instead would not be what was asked for. Explaining does nothing else.
 fn attached(job: &RankJob, communicator: &Communicator) -> Result<Option<Attached>, Failure> {
     let explanation = communicator.explain(&OpDesc::barrier(), Algo::Tree);
-    let insists = matches!(job.attach, Attach::Shm | Attach::Verbs) && !matches!(job.work, Work::Explain { .. });
+    let insists =
+        matches!(job.attach, Attach::Shm | Attach::Verbs | Attach::Rdma) && !matches!(job.work, Work::Explain { .. });
     match explanation.refusal() {
         Some(why) if insists => Err(Failure::Run(anyhow!("--attach {}: {why}", job.attach))),
         _ => Ok(explanation.attached),

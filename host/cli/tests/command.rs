@@ -221,7 +221,7 @@ fn bad_usage_ends_with_2_and_names_what_is_wrong() {
         (&["perf", "-b", "eight"], "eight"),
         (&["perf", "--algo", "magic"], "magic"),
         (&["perf", "--ranks", "0"], "0"),
-        (&["perf", "--attach", "rdma"], "auto, udp, shm"),
+        (&["perf", "--attach", "roce"], "auto, udp, shm"),
         (&["perf", "--memory", "stolen"], "registered, plain"),
         (&["device", "--name", "d", "--dma-profile", "fast"], "copy-only, inline-reduce, full"),
         (&["device", "--name", "d", "--no-bus", "--dma-threads", "4"], "--no-bus"),

@@ -154,6 +154,8 @@ pub struct TreeFacts {
     pub collectives: u32,
     /// How many ranks contribute by reference to their leaves: the same number at all ranks.
     pub ranks_by_reference: u32,
+    /// How many of these are on other hosts than their leaves, which reach them by RDMA.
+    pub ranks_by_rdma: u32,
     /// Whether packets go over RDMA verbs.
     pub over_verbs: bool,
 }
@@ -175,6 +177,8 @@ pub enum Attached {
     },
     /// All by reference.
     ByReference,
+    /// All by reference, over RDMA.
+    ByRdma,
 }
 
 impl Attached {
@@ -185,6 +189,7 @@ impl Attached {
             Self::ByVerbs => "verbs",
             Self::Mixed { .. } => "mixed",
             Self::ByReference => "shm",
+            Self::ByRdma => "rdma",
         }
     }
 }
@@ -196,6 +201,7 @@ impl fmt::Display for Attached {
             Self::ByVerbs => f.write_str("by packets over RDMA verbs"),
             Self::Mixed { by_reference, ranks } => write!(f, "{by_reference} of {ranks} ranks by reference"),
             Self::ByReference => f.write_str("by reference"),
+            Self::ByRdma => f.write_str("by reference over RDMA"),
         }
     }
 }
@@ -207,6 +213,7 @@ impl Situation {
         Some(match tree.ranks_by_reference {
             0 if tree.over_verbs => Attached::ByVerbs,
             0 => Attached::ByPackets,
+            all if all >= self.ranks && tree.ranks_by_rdma >= self.ranks => Attached::ByRdma,
             all if all >= self.ranks => Attached::ByReference,
             by_reference => Attached::Mixed { by_reference, ranks: self.ranks },
         })
@@ -389,7 +396,7 @@ fn judge_tree(situation: &Situation, desc: &OpDesc) -> Result<f64, RuledOut> {
         0 => 0.0,
         levels => 2.0 * f64::from(levels) * table.alpha_tree_s + n * each,
     };
-    if situation.attached() != Some(Attached::ByReference) {
+    if !matches!(situation.attached(), Some(Attached::ByReference | Attached::ByRdma)) {
         return Ok(by_packets(tree.levels));
     }
     let leaf = 2.0 * table.alpha_reference_s + n * (taken + sent) * table.beta_reference_s;

@@ -11,6 +11,7 @@ const TREE: TreeFacts = TreeFacts {
     ops: u32::MAX,
     collectives: u32::MAX,
     ranks_by_reference: 0,
+    ranks_by_rdma: 0,
     over_verbs: false,
 };
 

@@ -13,7 +13,7 @@ use crate::controller::proto::{
 use crate::controller::{ClientError, Notice, Session};
 use crate::endpoint::Endpoint;
 use crate::exec::{JobToken, Mesh, MeshError, TreeDriver};
-use crate::reference::{AttachError, ReferenceDriver};
+use crate::reference::{AttachError, ReferenceDriver, Remote};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::Duration;
@@ -51,7 +51,7 @@ pub struct JoinConfig {
     pub udp: UdpConfig,
     /// How to reach the leaf device.
     pub attach: Attach,
-    /// The RDMA port for [`Attach::Verbs`], as `DEVICE[:PORT[:GID-INDEX]]`. `None`: the first that is active.
+    /// The RDMA port for [`Attach::Verbs`] and [`Attach::Rdma`], as `DEVICE[:PORT[:GID-INDEX]]`. `None`: the first that is active.
     pub verbs: Option<String>,
     /// Whether operations whose tree is lost are completed by the ranks, and later ones go on without it or on another
     /// ([`Outcome::repaired`](super::Outcome::repaired) says so). The same at all ranks. Without it, the loss of the tree
@@ -93,7 +93,7 @@ impl JoinConfig {
 
     /// Describe a rank by the environment, as launchers set it: `RANK`, `WORLD_SIZE`, `MASTER_ADDR` (default
     /// 127.0.0.1), `SUMAC_PORT` (default [`DEFAULT_PORT`]), `SUMAC_JOB` (default `default`), `SUMAC_ATTACH` (`auto`,
-    /// `udp`, `shm` or `verbs`; default `auto`), `SUMAC_VERBS` (the RDMA port), `SUMAC_TENANT` (default `default`) and
+    /// `udp`, `shm`, `verbs` or `rdma`; default `auto`), `SUMAC_VERBS` (the RDMA port), `SUMAC_TENANT` (default `default`) and
     /// `SUMAC_WAIT_FOR_TREE` (seconds; default 0).
     ///
     /// # Errors
@@ -176,8 +176,8 @@ pub enum JoinError {
     /// The connections for schedules.
     #[error(transparent)]
     Mesh(#[from] MeshError),
-    /// The leaf device, over shared memory.
-    #[error("attach to device {device} over shared memory: {reason}; joining with `attach: udp` avoids it")]
+    /// The leaf device, by reference.
+    #[error("attach to device {device} by reference: {reason}; joining with `attach: udp` avoids it")]
     Attach {
         /// The device.
         device: String,
@@ -289,9 +289,15 @@ fn take_seat(
     table_version: u32,
     (port, lost): (HostedPort, &Lost),
 ) -> Result<Tree, JoinError> {
-    let Some(seating) = seating(tree, (Rank(config.rank), config.world), ranks_here, table_version) else {
+    let Some(mut seating) = seating(tree, (Rank(config.rank), config.world), ranks_here, table_version) else {
         return Ok(by_packets(config, tree, port, table_version));
     };
+    if config.attach == Attach::Rdma {
+        let addr = tree.bus.as_ref().and_then(|bus| bus.remote);
+        let addr = addr.ok_or_else(|| JoinError::Membership(format!("{:?} lets nobody in by RDMA", tree.leaf)))?;
+        let link = config.verbs.clone().unwrap_or_else(|| "auto".into());
+        seating.remote = Some(Remote { addr, link, prefer: config.bind });
+    }
     let driver = ReferenceDriver::attach(&seating);
     let driver = driver.map_err(|reason| JoinError::Attach { device: seating.device, reason })?;
     lost.attach(driver.waker());
@@ -371,7 +377,7 @@ mod tests {
     #[test]
     fn a_variable_that_makes_no_sense_is_named_with_its_value() {
         for (name, value, known) in [
-            ("SUMAC_ATTACH", "rdma", "auto, udp, shm, verbs"),
+            ("SUMAC_ATTACH", "roce", "auto, udp, shm, verbs, rdma"),
             ("SUMAC_PORT", "70000", "port"),
             ("RANK", "first", "number"),
             ("SUMAC_TENANT", "a=b", "letters, digits"),

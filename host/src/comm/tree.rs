@@ -48,7 +48,7 @@ impl Tree {
                     (places.output, lens.1) = (driver.place(output, desc), output.len());
                 }
                 match driver.post_within(*desc, path, limit, places) {
-                    Ok(op) => Ok((op, ReferenceDriver::transfer(&places, lens.0, lens.1))),
+                    Ok(op) => Ok((op, driver.transfer(&places, lens.0, lens.1))),
                     Err(error) => Err(self.refused(error)),
                 }
             }
@@ -186,6 +186,7 @@ pub(super) fn seating(
     Some(Seating {
         device: tree.leaf.clone(),
         socket: bus.socket.as_str().into(),
+        remote: None,
         group: tree.group,
         epoch: tree.epoch,
         child: tree.child,

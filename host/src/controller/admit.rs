@@ -70,6 +70,8 @@ pub(super) struct Placement {
     ranks: Vec<(usize, ChildIndex)>,
     /// Each rank's host, where a fabric names them.
     hosts: Option<Vec<String>>,
+    /// How many ranks are reached by RDMA.
+    ranks_by_rdma: u32,
     window_max: u16,
     slots: u16,
     chunk_len_bytes: u16,
@@ -246,6 +248,7 @@ fn place(shape: Shape, ids: Ids) -> Result<Placement, String> {
         nodes,
         ranks,
         hosts: shape.hosts,
+        ranks_by_rdma: 0,
         window_max: 0,
         slots: 0,
         chunk_len_bytes: 0,
@@ -384,6 +387,7 @@ impl Placement {
             ops: all.clone().fold(u32::MAX, |mask, device| mask & device.ops),
             collectives: all.fold(u32::MAX, |mask, device| mask & device.collectives),
             ranks_by_reference: self.ranks_by_reference(),
+            ranks_by_rdma: self.ranks_by_rdma,
             over_verbs: self.nodes.iter().any(PlacedNode::over_verbs),
         };
         TreeMembership {

@@ -159,7 +159,7 @@ fn text(name: &str) -> Name {
 }
 
 fn bus(redo_memory_bytes: u64) -> Option<Bus> {
-    Some(Bus { machine: text(HERE), socket: text("socket"), redo_memory_bytes })
+    Some(Bus { machine: text(HERE), socket: text("socket"), redo_memory_bytes, remote: None })
 }
 
 fn controller() -> Controller {

@@ -2,22 +2,25 @@
 
 use super::arena::Arena;
 use super::error::AttachError;
+use super::far::{Far, Way};
 use super::queue::Ends;
 use super::redo::{REDO_HEAD_BYTES, REDO_MAX_BYTES, Redo};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank};
 use sumac_hal::mmio::{Features, HostControl, Identity};
 use sumac_hal::shm::{Bell, Connection, Function, Message, ReadOnly, Received};
 
 /// How long the device may take to accept, and for each message.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What a device has to have.
-const NEEDED: Features =
+pub(super) const NEEDED: Features =
     Features::BY_REFERENCE.union(Features::FENCE).union(Features::REDO).union(Features::STRAGGLERS);
 
 /// What regions are aligned to: pages.
-const ALIGNMENT_MAX_BYTES: u32 = 4096;
+pub(super) const ALIGNMENT_MAX_BYTES: u32 = 4096;
 
 /// A rank's place at its leaf device.
 #[derive(Debug, Clone)]
@@ -26,6 +29,8 @@ pub struct Seating {
     pub device: String,
     /// What it listens on.
     pub socket: String,
+    /// Where and how to reach it on another host, instead.
+    pub remote: Option<Remote>,
     /// The group.
     pub group: GroupId,
     /// Its epoch.
@@ -48,21 +53,40 @@ pub struct Seating {
     pub table_version: u32,
 }
 
+/// A leaf device on another host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Remote {
+    /// Where it lets ranks in.
+    pub addr: SocketAddr,
+    /// This rank's RDMA port, as `DEVICE[:PORT[:GID-INDEX]]` or `auto`.
+    pub link: String,
+    /// The address that the port's identifier should be.
+    pub prefer: IpAddr,
+}
+
 /// What a device has given.
 #[derive(Debug)]
 pub(super) struct Attached {
-    pub(super) connection: Connection,
+    pub(super) way: Way,
     pub(super) function: Function,
     pub(super) identity: Identity,
     pub(super) admin: Ends,
     pub(super) data: Ends,
-    pub(super) redo: Redo,
+    /// Over shared memory.
+    pub(super) redo: Option<Redo>,
     /// The only memory that the device reaches, if it does not reach all.
     pub(super) arena: Option<Arena>,
 }
 
 impl Attached {
     pub(super) fn open(seating: &Seating) -> Result<Self, AttachError> {
+        match &seating.remote {
+            Some(remote) => Far::attach(seating, remote),
+            None => Self::open_near(seating),
+        }
+    }
+
+    fn open_near(seating: &Seating) -> Result<Self, AttachError> {
         let connection = Connection::open(&seating.socket, ANSWER_TIMEOUT)?;
         let Seating { group, child, key, .. } = *seating;
         connection.send(&Message::Attach { group, child, key }, None)?;
@@ -119,7 +143,8 @@ impl Attached {
             },
         };
         function.bar().set_control(HostControl::ENABLE);
-        Ok(Self { connection, function, identity, admin, data, redo, arena })
+        let (way, redo) = (Way::Near(Arc::new(connection)), Some(redo));
+        Ok(Self { way, function, identity, admin, data, redo, arena })
     }
 }
 

@@ -8,13 +8,13 @@ use super::arena::{self, Arena};
 use super::attach::{Attached, Seating};
 use super::endpoint::{BounceConfig, Places, ReferenceConfig, ReferenceEndpoint};
 use super::error::{AttachError, Breach, RegisterError};
+use super::far::Way;
 use super::memory::{Buffer, Registry};
 use super::pulse::{Pulse, Sign};
 use super::queue::{Admin, Answered, Ends, Purpose, Waker};
 use super::redo::Redo;
 use super::retire::{Fence, Life};
 use crate::endpoint::{Buffers, EndpointError, EndpointStats, Event, OpId, PostError, Verdict};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 use sumac_hal::dma::{Address, RegionKey};
 use sumac_hal::mmio::{
@@ -22,7 +22,7 @@ use sumac_hal::mmio::{
 };
 use sumac_hal::op::{Dtype, OpDesc, Path};
 use sumac_hal::ring::Patience;
-use sumac_hal::shm::{Connection, Function, Message, Region, SocketError, Waiter};
+use sumac_hal::shm::{Function, Region, Waiter};
 use sumac_hal::uplink::HopTimers;
 use sumac_hal::wire::{Limit, RankMask};
 
@@ -38,11 +38,11 @@ const REGISTER_LIMIT: Duration = Duration::from_secs(10);
 /// How long the device's runtime may stand still while it is waited for: as long as a hop may be silent in packets.
 const DEAD: Duration = HopTimers::DEFAULT.dead;
 
-/// So many chunks come soon enough to be looked for; for more, a wait sleeps at once.
-const FEW_CHUNKS: u64 = 3;
-
 /// How often to yield before sleeping: some 30 us where nobody else wants the core, which is what a wake-up takes.
-const YIELDS: u32 = 100;
+pub(super) const YIELDS: u32 = 100;
+
+/// The same where results land apart, so that all of what is in flight has its place there.
+const LANDING_LEN_BYTES: usize = 4 << 20;
 
 /// Entries that are submitted or taken in at a time.
 const BATCH: usize = 32;
@@ -56,19 +56,20 @@ pub struct ReferenceDriver {
     pub(super) device: String,
     pub(super) endpoint: ReferenceEndpoint,
     pub(super) config: ReferenceConfig,
-    pub(super) connection: Arc<Connection>,
-    function: Function,
-    admin: Admin,
-    data: Ends,
+    pub(super) way: Way,
+    pub(super) function: Function,
+    pub(super) admin: Admin,
+    pub(super) data: Ends,
     pub(super) registry: Registry,
-    bounce: Region,
-    pub(super) redo: Redo,
+    pub(super) bounce: Region,
+    /// Where the device's redo slots can be read.
+    pub(super) redo: Option<Redo>,
     /// Where memory comes from, if the device does not reach all.
     pub(super) arena: Option<Arena>,
     /// How long to sleep before rings are looked at, woken or not.
-    slice: Duration,
-    waiter: Waiter,
-    waker: Waker,
+    pub(super) slice: Duration,
+    pub(super) waiter: Waiter,
+    pub(super) waker: Waker,
     looked: Instant,
     /// The connection has hung up.
     pub(super) gone: bool,
@@ -94,17 +95,18 @@ impl ReferenceDriver {
 
     /// The same, where the device is perhaps no process of its own.
     pub(super) fn with_life(seating: &Seating, life: Life) -> Result<Self, AttachError> {
-        let Attached { connection, function, identity, admin, mut data, redo, mut arena } = Attached::open(seating)?;
+        let Attached { way, function, identity, admin, mut data, redo, mut arena } = Attached::open(seating)?;
         let chunk = usize::from(seating.chunk_len_bytes).next_multiple_of(64);
         let alignment = identity.dma.alignment_bytes.max(64) as usize;
-        let len_bytes = BOUNCE_LEN_BYTES.max(2 * chunk.next_multiple_of(alignment));
+        let lands_apart = matches!(way, Way::Far(_));
+        let len_bytes = if lands_apart { LANDING_LEN_BYTES } else { BOUNCE_LEN_BYTES };
+        let len_bytes = len_bytes.max(2 * chunk.next_multiple_of(alignment));
         let len_bytes = len_bytes.next_multiple_of(alignment);
         let failed = |reason| AttachError::Bounce { len_bytes: len_bytes as u64, reason };
         let (bounce, start) = match &mut arena {
             Some(arena) => arena.take(len_bytes).map_err(failed)?,
             None => (arena::own(len_bytes).map_err(failed)?, 0),
         };
-        let connection = Arc::new(connection);
         let slice = if identity.features.contains(Features::SILENT) { NAP } else { SLICE };
         // One place is left for the word of which operations differ.
         let in_flight_max = data.completions.capacity() - 1;
@@ -119,6 +121,7 @@ impl ReferenceDriver {
             in_flight_max,
             alignment_bytes: identity.dma.alignment_bytes,
             bounce: BounceConfig { region: RegionKey::default(), len_bytes: len_bytes as u64 },
+            lands_apart,
         };
         debug_assert!(!data.has_news(), "a fresh ring is empty");
         let mut driver = Self {
@@ -126,11 +129,11 @@ impl ReferenceDriver {
             endpoint: ReferenceEndpoint::new(config.clone()),
             config,
             // Another rank gets the arena when this one has hung up, and buffers of this one may outlive it.
-            registry: Registry::new(arena.is_some().then(|| Arc::clone(&connection))),
-            connection,
+            registry: Registry::new(way.near().filter(|_| arena.is_some()).cloned()),
+            waker: Waker::new(data.queue.clone(), way.event()),
+            way,
             function,
             admin: Admin::new(admin),
-            waker: Waker::new(data.queue.clone()),
             data,
             bounce,
             redo,
@@ -150,9 +153,10 @@ impl ReferenceDriver {
         let beats = identity.features.contains(Features::HEARTBEAT);
         driver.pulse = beats.then(|| Pulse::new(DEAD, driver.function.bar().heartbeat(), Instant::now()));
         if driver.arena.is_none() {
-            hand_over(&driver.connection, 0, &driver.bounce).map_err(failed)?;
+            driver.way.hand_over(0, &driver.bounce, true).map_err(failed)?;
         }
         driver.config.bounce.region = driver.register(start, len_bytes).map_err(failed)?;
+        driver.way.note(0, Some(driver.config.bounce.region));
         driver.endpoint = ReferenceEndpoint::new(driver.config.clone());
         Ok(driver)
     }
@@ -177,8 +181,9 @@ impl ReferenceDriver {
             return Err(breach.into());
         }
         let (region, handle) = self.memory(len_bytes)?;
-        let handed = if self.arena.is_none() { hand_over(&self.connection, handle, &region) } else { Ok(()) };
+        let handed = if self.arena.is_none() { self.way.hand_over(handle, &region, false) } else { Ok(()) };
         let registered = handed.and_then(|()| self.register(handle, len_bytes));
+        self.way.note(handle, registered.as_ref().ok().copied());
         if let (Some(arena), Ok(_) | Err(RegisterError::Refused(_))) = (&mut self.arena, &registered) {
             arena.note(handle, registered.as_ref().ok().copied());
         }
@@ -244,8 +249,9 @@ impl ReferenceDriver {
     }
 
     /// Return the way of an operation whose buffers are `input_len` and `output_len` bytes long and lie at `places`.
-    pub const fn transfer(places: &Places, input_len: usize, output_len: usize) -> Transfer {
-        let bounces = input_len > 0 && places.input.is_none() || output_len > 0 && places.output.is_none();
+    pub const fn transfer(&self, places: &Places, input_len: usize, output_len: usize) -> Transfer {
+        let output_bounces = places.output.is_none() || self.config.lands_apart;
+        let bounces = input_len > 0 && places.input.is_none() || output_len > 0 && output_bounces;
         if bounces { Transfer::Bounced } else { Transfer::Registered }
     }
 
@@ -261,6 +267,7 @@ impl ReferenceDriver {
         if self.is_retired {
             return None;
         }
+        self.carry();
         if let Err(breach) = self.keep_house() {
             self.endpoint.fail(breach.into());
         }
@@ -271,6 +278,7 @@ impl ReferenceDriver {
         if let Err(breach) = self.submit(buffers) {
             self.endpoint.fail(breach.into());
         }
+        self.carry();
         is_more.then_some(Duration::ZERO)
     }
 
@@ -287,30 +295,6 @@ impl ReferenceDriver {
     /// Return what was counted.
     pub const fn stats(&self) -> &EndpointStats {
         self.endpoint.stats()
-    }
-
-    /// Return what wakes a wait, from any thread.
-    pub fn waker(&self) -> Waker {
-        self.waker.clone()
-    }
-
-    /// Sleep until the device has something, the driver is woken or `timeout` has passed; it may return earlier, and
-    /// does so often enough for [`ReferenceDriver::pump`] to see that the device is gone.
-    pub fn wait(&mut self, timeout: Option<Duration>) {
-        let deadline = Instant::now() + timeout.unwrap_or(self.slice).min(self.slice);
-        let Ends { completions, queue, .. } = &mut self.data;
-        // Counted modulo 2^32 on both sides.
-        queue.host_wants().set(self.endpoint.wanted() as u32);
-        // Much to wait for takes long: the device and its engine want the cores meanwhile.
-        let waiter = if self.endpoint.on_its_way() > FEW_CHUNKS { Waiter::new(Patience::NONE) } else { self.waiter };
-        let waker = &self.waker;
-        let news = || waker.is_raised() || completions.available().map_or(true, |count| count > 0);
-        if let Err(error) = waiter.wait(&[queue.host_bell()], Some(deadline), news) {
-            // Without futexes the rings are still there to look at.
-            tracing::debug!(device = self.device, %error, "can't sleep on a doorbell");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        self.waker.take();
     }
 
     /// Take in a batch of answers; true if there may be more.
@@ -331,7 +315,8 @@ impl ReferenceDriver {
             });
         }
         let (redo, view) = (&self.redo, (self.config.group, self.config.epoch));
-        self.endpoint.keep(|seq| redo.is_published(view, seq), buffers);
+        let is_published = |seq| redo.as_ref().is_some_and(|redo| redo.is_published(view, seq));
+        self.endpoint.keep(is_published, buffers);
         count == BATCH
     }
 
@@ -344,6 +329,11 @@ impl ReferenceDriver {
             // A run may take a second entry, for its operation's limit.
             while count + 1 < room {
                 let Some(run) = self.endpoint.next_run() else { break };
+                let landing = run.contribution.dst.filter(|dst| dst.region == self.config.bounce.region);
+                if let Some(landing) = landing {
+                    // What is announced there from now on is of these chunks.
+                    self.way.forget_landed(landing.offset_bytes, self.endpoint.landing_end(&run));
+                }
                 if let Some(limit) = run.limit {
                     batch[count] = SubmissionEntry::Limit(limit).emit();
                     count += 1;
@@ -387,6 +377,7 @@ impl ReferenceDriver {
         match answered.purpose {
             Purpose::Leaving(region) if answered.status == EntryStatus::Result => {
                 self.registry.remove(region);
+                self.way.withdraw(region);
                 self.arena.iter_mut().for_each(|arena| arena.give_back(region));
             }
             // What the device does not let go of stays mapped, and is not looked up by anybody.
@@ -409,11 +400,7 @@ impl ReferenceDriver {
     /// Look whether the device is still there.
     fn look(&mut self) -> Result<(), Breach> {
         self.looked = Instant::now();
-        match self.connection.receive(Duration::ZERO) {
-            Err(SocketError::Timeout(_)) => {}
-            Err(SocketError::Malformed) | Ok(_) => return Err(Breach::Message),
-            Err(_) => self.gone = true,
-        }
+        self.gone |= self.way.is_gone()?;
         if self.function.bar().status().contains(DeviceStatus::FAILED) {
             self.endpoint.fail(EndpointError::GroupLost);
         }
@@ -427,7 +414,10 @@ impl ReferenceDriver {
         let Some(pulse) = self.pulse.as_mut().filter(|_| !self.still) else { return };
         match pulse.look(self.function.bar().heartbeat(), is_waited_for, self.looked) {
             Sign::Goes => {}
-            Sign::Ask => self.data.ask(),
+            Sign::Ask => {
+                self.data.ask();
+                self.way.ask();
+            }
             Sign::Dead => {
                 tracing::warn!(device = self.device, limit = ?DEAD, "the device stands still");
                 self.still = true;
@@ -481,10 +471,7 @@ impl ReferenceDriver {
                 cookie.into_iter().for_each(|cookie| self.admin.abandon(cookie));
                 return Err(RegisterError::Silent(limit));
             }
-            let Ends { completions, queue, .. } = &mut self.admin.ends;
-            let news = || completions.available().map_or(true, |count| count > 0);
-            let slice = Some(deadline.min(now + self.slice));
-            let is_news = self.waiter.wait(&[queue.host_bell()], slice, news).unwrap_or(false);
+            let is_news = self.wait_for_answer(deadline.min(now + self.slice));
             if !is_news && self.looked.elapsed() >= SLICE {
                 self.look()?;
             }
@@ -497,12 +484,4 @@ impl Drop for ReferenceDriver {
         self.retire();
         self.function.bar().set_control(HostControl::RESET);
     }
-}
-
-fn hand_over(connection: &Connection, handle: u64, region: &Region) -> Result<(), RegisterError> {
-    let sent = connection.send(&Message::Memory { handle }, Some(region.file()));
-    sent.map_err(|error| match error {
-        SocketError::Closed => RegisterError::Gone,
-        error => RegisterError::Socket(error.to_string()),
-    })
 }

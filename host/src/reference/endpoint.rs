@@ -65,6 +65,9 @@ pub struct ReferenceConfig {
     pub alignment_bytes: u32,
     /// The bounce buffer.
     pub bounce: BounceConfig,
+    /// Whether results land in the bounce buffer only, and are kept here until they are stable: where nobody can read the
+    /// device's redo slots.
+    pub lands_apart: bool,
 }
 
 /// Where an operation's buffers are in registered memory; `None` if they are not, or there is none.
@@ -123,6 +126,8 @@ struct Chunk {
     /// Where the device writes, and how much, if it writes to the caller's own memory.
     dst: Option<(Address, usize)>,
     drain: Option<Drain>,
+    /// Where the whole result lands in the bounce buffer, if it does.
+    lands: Option<u64>,
     /// What of the bounce buffer is free when this and all before have landed.
     bounce_end: Option<u64>,
 }
@@ -419,8 +424,13 @@ impl ReferenceEndpoint {
     pub(crate) fn keep(&mut self, is_published: impl Fn(u64) -> bool, buffers: &mut impl Buffers) {
         let stable = self.stable.0;
         self.ops.forget_below(stable);
+        let lands_apart = self.config.lands_apart;
         let is_elsewhere = |op: &Op, from| {
-            let kept = |seq| matches!(op.keep(seq), Keep::Nothing | Keep::Result(_)) || is_published(seq);
+            let kept = |seq| match op.keep(seq) {
+                Keep::Nothing => true,
+                Keep::Result(_) if !lands_apart => true,
+                _ => is_published(seq),
+            };
             (from..op.end()).all(kept)
         };
         self.ops.keep_new(stable, is_elsewhere, |op, keep, to| keep.retain(op.id, buffers, to));
@@ -449,7 +459,7 @@ impl ReferenceEndpoint {
         let mut src = part.gives.as_ref().and_then(|gives| at(places.input, gives.start));
         // A result of which only a part is this rank's does not fit where the part goes.
         let whole = part.takes.as_ref().filter(|takes| takes.part.len() == takes.result_len);
-        let mut dst = whole.and_then(|takes| at(places.output, takes.at));
+        let mut dst = whole.filter(|_| !self.config.lands_apart).and_then(|takes| at(places.output, takes.at));
         let (bounces_src, bounces_dst) = (part.gives.is_some() && src.is_none(), part.takes.is_some() && dst.is_none());
         let len = part.gives.as_ref().map(ExactSizeIterator::len).or(part.takes.as_ref().map(|takes| takes.result_len));
         let len = len.unwrap_or(0);
@@ -476,7 +486,8 @@ impl ReferenceEndpoint {
             self.bounce.take(place);
         }
         let bounce_end = planned.bounce.map(|place| place.end);
-        self.chunks.push_back(Chunk { state: State::Submitted, dst, drain, bounce_end });
+        let lands = planned.bounce.filter(|_| planned.bounces_dst).map(|place| place.offset);
+        self.chunks.push_back(Chunk { state: State::Submitted, dst, drain, lands, bounce_end });
     }
 }
 

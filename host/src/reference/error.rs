@@ -118,6 +118,9 @@ pub enum AttachError {
         /// How long one has to be.
         needs: u32,
     },
+    /// A device on another host can't be reached by RDMA.
+    #[error("by RDMA: {0}")]
+    Remote(String),
     /// The bounce buffer.
     #[error("the bounce buffer of {len_bytes} bytes: {reason}")]
     Bounce {

@@ -22,7 +22,9 @@
 //! | `memory` | registered memory: [`Buffer`], and where a slice lies in it |
 //! | `redo` | what the device has published, as this rank reads it |
 //! | `pulse` | whether the device's runtime goes on |
+//! | `far` | a device on another host: messages, and memory opened to it ([`sumac_hal::remote`]) |
 //! | `driver` | all of it together, as [`TreeDriver`](crate::exec::TreeDriver) is for packets |
+//! | `wait` | sleeping until the device has something |
 //! | `retire` | the fence, and what is left when the device is gone |
 //!
 //! Invariants:
@@ -41,6 +43,7 @@ mod bounce;
 mod driver;
 mod endpoint;
 mod error;
+mod far;
 mod memory;
 mod pulse;
 mod queue;
@@ -48,8 +51,9 @@ mod redo;
 mod retire;
 #[cfg(test)]
 mod tests;
+mod wait;
 
-pub use attach::Seating;
+pub use attach::{Remote, Seating};
 pub use driver::ReferenceDriver;
 pub use endpoint::{BounceConfig, Drain, Fill, Places, ReferenceConfig, ReferenceEndpoint, Run};
 pub use error::{AttachError, Breach, RegisterError};

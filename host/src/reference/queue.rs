@@ -3,6 +3,7 @@
 //! Invariant: each completion of the admin queue answers a command that is open, once.
 
 use super::error::Breach;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use sumac_hal::dma::RegionKey;
@@ -50,17 +51,23 @@ impl Ends {
 pub struct Waker {
     queue: FunctionQueue,
     raised: Arc<AtomicBool>,
+    /// What wakes who sleeps on descriptors.
+    event: Option<Arc<OwnedFd>>,
 }
 
 impl Waker {
-    pub(super) fn new(queue: FunctionQueue) -> Self {
-        Self { queue, raised: Arc::new(AtomicBool::new(false)) }
+    pub(super) fn new(queue: FunctionQueue, event: Option<Arc<OwnedFd>>) -> Self {
+        Self { queue, raised: Arc::new(AtomicBool::new(false)), event }
     }
 
     /// Make the present wait end, or else the next one.
     pub fn wake(&self) {
         self.raised.store(true, Ordering::Release);
-        ring(self.queue.host_bell());
+        match &self.event {
+            // It can fail only when the counter is full, and then it is readable.
+            Some(event) => _ = rustix::io::write(event, &1_u64.to_ne_bytes()),
+            None => ring(self.queue.host_bell()),
+        }
     }
 
     pub(super) fn is_raised(&self) -> bool {

@@ -6,7 +6,9 @@
 //! 2. The end of its process, if its connection has hung up and is the device's own, not a broker's.
 //! 3. A device that is there and silent, or gone but not dead, keeps the memory it had, and this process gets fresh
 //!    memory with the same contents at the same addresses ([`Region::sever`](sumac_hal::shm::Region::sever)).
-//! 4. Where the system has no memory for that, the device's process is ended by force.
+//! 4. A device on another host has nothing of this process but what its RDMA device lets in: the connection is ended, what is
+//!    on its way is drained, and all keys are taken back ([`sumac_hal::remote`]).
+//! 5. Where the system has no memory for that, the device's process is ended by force.
 //!
 //! Then each chunk that was open is looked up in its redo slot. The device publishes a result there before it writes
 //! it to anybody, so an unpublished one has touched no destination, and a published one is copied to it whole; but none
@@ -17,12 +19,15 @@
 
 use super::driver::ReferenceDriver;
 use super::error::RegisterError;
+use super::far::Way;
+use super::redo::Redo;
 use crate::endpoint::{Buffers, Ops};
 use crate::repair::Remains;
 use std::sync::PoisonError;
 use std::time::Duration;
+use sumac_hal::ids::{Epoch, GroupId};
 use sumac_hal::mmio::{AdminCommand, EntryStatus};
-use sumac_hal::shm::Peer;
+use sumac_hal::shm::{Peer, Region};
 
 /// How long a device may take for a fence: its engine finishes or drops what it has, at most a window of chunks.
 const FENCE_LIMIT: Duration = Duration::from_secs(1);
@@ -85,13 +90,21 @@ impl ReferenceDriver {
             // A device that lives may answer until it is fenced.
             self.fence();
             self.endpoint.reopen();
+            // What has come of a device on another host comes into the ring now.
+            self.way.drain();
             // More than the ring holds is not to be had, whatever the device does.
             let most = 0..=self.config.in_flight_max;
             _ = most.into_iter().find(|_| !self.collect(buffers));
         }
         self.retire();
-        let (redo, view) = (&self.redo, (self.config.group, self.config.epoch));
-        self.endpoint.land_published(|seq, result| redo.published(view, seq, result), buffers);
+        let open = self.endpoint.open_seqs();
+        let landings: Vec<_> = open.clone().map(|seq| self.endpoint.landing(seq)).collect();
+        let (left, view) = ((&self.redo, &self.way, &self.bounce), (self.config.group, self.config.epoch));
+        let published = |seq: u64, result: &mut [u8]| {
+            let landing = seq.checked_sub(open.start).and_then(|index| landings.get(index as usize).copied().flatten());
+            published(left, view, (seq, landing), result)
+        };
+        self.endpoint.land_published(published, buffers);
     }
 
     pub(super) fn fence(&mut self) -> Fence {
@@ -112,7 +125,9 @@ impl ReferenceDriver {
             Ok((EntryStatus::Result, _)) => return Fence::Confirmed,
             // Behind an arena the peer is a broker, whose end is not the device's.
             Err(RegisterError::Gone)
-                if self.gone && self.arena.is_none() && (self.life.has_ended)(self.connection.peer(), END_LIMIT) =>
+                if self.gone
+                    && self.arena.is_none()
+                    && self.way.peer().is_some_and(|peer| (self.life.has_ended)(peer, END_LIMIT)) =>
             {
                 return Fence::Ended;
             }
@@ -124,8 +139,15 @@ impl ReferenceDriver {
         Fence::Severed
     }
 
-    /// Take away the memory that open chunks go to.
+    /// Take away the memory that open chunks go to; from a device on another host all memory.
     fn sever(&mut self) {
+        if let Way::Far(far) = &mut self.way {
+            if let Err(error) = far.fence() {
+                // It never writes to a caller's memory; what has landed is not looked at any more.
+                tracing::error!(device = self.device, %error, "the link can't be fenced: what has landed is not trusted");
+            }
+            return;
+        }
         let mut keys: Vec<_> = self.endpoint.exposed().map(|(_, address, _)| address.region).collect();
         keys.sort_unstable();
         keys.dedup();
@@ -133,7 +155,7 @@ impl ReferenceDriver {
             let Some(region) = self.registry.region(key) else { continue };
             let severed = region.lock().unwrap_or_else(PoisonError::into_inner).sever();
             if let Err(error) = severed {
-                let peer = self.connection.peer();
+                let Some(peer) = self.way.peer() else { return };
                 tracing::error!(device = self.device, %error, "can't take memory away: ending the device");
                 (self.life.end)(peer);
                 // Where even that is refused, the caller's memory is in danger, and nothing is left to do.
@@ -149,7 +171,7 @@ impl ReferenceDriver {
     fn recover(&mut self) -> usize {
         let (redo, view, registry) = (&self.redo, (self.config.group, self.config.epoch), &self.registry);
         self.endpoint.recover(
-            |seq, result| redo.published(view, seq, result),
+            |seq, result| redo.as_ref().is_some_and(|redo| redo.published(view, seq, result)),
             |address, result| {
                 let Some(region) = registry.region(address.region) else { return false };
                 let region = region.lock().unwrap_or_else(PoisonError::into_inner);
@@ -157,6 +179,23 @@ impl ReferenceDriver {
                 true
             },
         )
+    }
+}
+
+/// Read the result of a chunk: from its redo slot, or, of a device on another host, from where it has landed.
+fn published(
+    (redo, way, bounce): (&Option<Redo>, &Way, &Region),
+    view: (GroupId, Epoch),
+    (seq, landing): (u64, Option<u64>),
+    result: &mut [u8],
+) -> bool {
+    match (redo, way, landing) {
+        (Some(redo), ..) => redo.published(view, seq, result),
+        (None, Way::Far(far), Some(at)) if far.has_landed(at) => {
+            bounce.read(at as usize, result);
+            true
+        }
+        _ => false,
     }
 }
 
@@ -170,6 +209,8 @@ impl Remains for ReferenceDriver {
     }
 
     fn published(&self, seq: u64, result: &mut [u8]) -> bool {
-        self.redo.published((self.config.group, self.config.epoch), seq, result)
+        let left = (&self.redo, &self.way, &self.bounce);
+        let landing = self.endpoint.landing(seq);
+        published(left, (self.config.group, self.config.epoch), (seq, landing), result)
     }
 }

@@ -25,7 +25,7 @@ pub(crate) struct Account {
 }
 
 /// A rank waits from some call on for a controller's word where all move to a tree.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct Offered {
     /// The view that the tree is for, which tells offers apart.
     pub(crate) view: u32,

@@ -230,7 +230,7 @@ impl<'m, D: Device, O: Others> Board<'m, D, O> {
         let bus = bus.filter(|_| shards == 1);
         let announced = options.bus.clone().zip(bus.as_ref()).map(|((machine, socket), bus)| {
             let (redo, _) = bus.redo_memory();
-            ctrl::Bus { machine, socket, redo_memory_bytes: redo.len_bytes }
+            ctrl::Bus { machine, socket, redo_memory_bytes: redo.len_bytes, remote: None }
         });
         let announce = Announce {
             name: options.name.clone(),

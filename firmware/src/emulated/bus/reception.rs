@@ -15,13 +15,21 @@ use sumac_hal::shm::{Connection, Listener, Message, Received, SocketError};
 pub(super) const HELLO_LIMIT: Duration = Duration::from_secs(1);
 
 /// How many may be about to say it; one more, and the one that has had most time is hung up on.
-const WAITING_MAX: usize = 64;
+pub(super) const WAITING_MAX: usize = 64;
 
 /// How long to leave who wants to connect waiting when there was no room.
-const REST: Duration = Duration::from_millis(100);
+pub(super) const REST: Duration = Duration::from_millis(100);
 
 /// Somebody who wants to attach.
-pub(in crate::emulated) struct Arrival {
+pub(in crate::emulated) enum Arrival {
+    /// Of this machine.
+    Near(Neighbour),
+    /// Of another host.
+    Far(super::Caller),
+}
+
+/// A process of this machine that wants to attach.
+pub(in crate::emulated) struct Neighbour {
     pub(in crate::emulated) connection: Connection,
     pub(in crate::emulated) group: GroupId,
     pub(in crate::emulated) child: ChildIndex,
@@ -43,7 +51,7 @@ impl Reception {
     }
 
     /// Sleep until somebody comes or speaks, or has had its time, or `stop` is readable; hand over who has spoken.
-    pub(super) fn turn(&mut self, stop: &impl AsFd, mut arrived: impl FnMut(Arrival)) {
+    pub(super) fn turn(&mut self, stop: &impl AsFd, mut arrived: impl FnMut(Neighbour)) {
         let now = Instant::now();
         self.rests_until.take_if(|until| *until <= now);
         let deadline = self.waiting.front().map(|(_, until)| *until).into_iter().chain(self.rests_until).min();
@@ -71,7 +79,7 @@ impl Reception {
     }
 
     /// Hear those who have something to say, and hang up on those whose time is over.
-    fn hear(&mut self, has_news: &[bool], arrived: &mut impl FnMut(Arrival)) {
+    fn hear(&mut self, has_news: &[bool], arrived: &mut impl FnMut(Neighbour)) {
         let now = Instant::now();
         for &has_news in &has_news[..self.waiting.len()] {
             let Some((connection, until)) = self.waiting.pop_front() else { return };
@@ -81,7 +89,7 @@ impl Reception {
             }
             match connection.receive(Duration::ZERO) {
                 Ok(Received { message: Message::Attach { group, child, key }, .. }) => {
-                    arrived(Arrival { connection, group, child, key });
+                    arrived(Neighbour { connection, group, child, key });
                 }
                 // It has thought better of it.
                 Err(SocketError::Closed) => {}

@@ -2,10 +2,16 @@
 
 use super::reception::HELLO_LIMIT;
 use super::*;
+use std::io::Read;
+use std::net::{Ipv4Addr, TcpStream};
 use std::process::Command;
 use std::time::{Duration, Instant};
+use sumac_hal::ctrl::{FrameReader, send};
 use sumac_hal::ids::{ChildIndex, GroupId};
+use sumac_hal::remote::handshake::{Call, Challenge};
+use sumac_hal::remote::{LINK_END_LEN_BYTES, LinkEnd};
 use sumac_hal::shm::{Connection, Message, SocketError};
+use sumac_hal::udp::{UdpConfig, UdpPort};
 
 const LONG: Duration = Duration::from_secs(20);
 
@@ -117,4 +123,34 @@ fn expect_to_wait_where_so_many_are_free(name: &str, free: u64) {
         reception.turn(&stop, |arrival| key = Some(arrival.key));
     }
     assert_eq!(key, Some(9), "it has waited");
+}
+
+/// Who calls from another host and says nothing keeps nobody waiting, and is hung up on.
+#[test]
+fn silent_callers_keep_nobody_waiting() {
+    let (sender, arrivals) = std::sync::mpsc::channel();
+    let port = UdpPort::bind((Ipv4Addr::LOCALHOST, 0).into(), &UdpConfig::default()).expect("a port");
+    let waker = port.waker();
+    let calls = Calls::start(Ipv4Addr::LOCALHOST.into(), sender, waker).expect("a port");
+    let connect = || {
+        let stream = TcpStream::connect(calls.addr()).expect("it listens");
+        stream.set_read_timeout(Some(LONG)).expect("a timeout");
+        stream
+    };
+    let begun = Instant::now();
+    let mut silent: Vec<_> = (0..3).map(|_| connect()).collect();
+    let mut speaker = connect();
+    let challenge: Challenge = FrameReader::new(&speaker).recv().expect("a challenge");
+    let end = LinkEnd([1; LINK_END_LEN_BYTES]);
+    let call = Call::new(GroupId(1), ChildIndex(2), [3; 16], end).prove(4, &challenge);
+    send(&mut speaker, &call).expect("it is open");
+    let Ok(Arrival::Far(caller)) = arrivals.recv_timeout(LONG) else { panic!("nobody has come") };
+    assert!(begun.elapsed() < HELLO_LIMIT, "{:?}", begun.elapsed());
+    assert_eq!((caller.challenge, caller.call), (challenge, call));
+    assert!(caller.call.is_proven(4, &caller.challenge));
+    for stream in &mut silent {
+        let mut challenge = Vec::new();
+        stream.read_to_end(&mut challenge).expect("hung up on");
+        assert!(!challenge.is_empty());
+    }
 }

@@ -4,7 +4,7 @@ use super::*;
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use sumac_hal::dma::{Address, Engine, Profile};
-use sumac_hal::emu::dma::DmaConfig;
+use sumac_hal::emu::dma::{DmaConfig, EmuEngine};
 use sumac_hal::shm::{Listener, Pages};
 
 const LONG: Duration = Duration::from_secs(20);
@@ -14,7 +14,7 @@ const OWNER: FunctionId = FunctionId(1);
 struct Rig {
     rank: Connection,
     function: Attached,
-    engine: EmuEngine,
+    engine: BoardEngine,
     regions: Box<RegionTable<8>>,
 }
 
@@ -26,6 +26,7 @@ impl Rig {
         let rank = Connection::open(&name, LONG).expect("it listens");
         let connection = listener.accept(LONG).expect("welcome").expect("it waits");
         let engine = EmuEngine::start(DmaConfig::new(Profile::Full, 1)).expect("an engine");
+        let engine = BoardEngine::Emulated(Box::new(engine));
         let redo = Arc::new(Region::create(4096, Pages::Normal).expect("memory"));
         let device = (BootId(1), *engine.capabilities());
         let bells = Bells::new().expect("an epoll");
@@ -34,12 +35,18 @@ impl Rig {
         Self { rank, function, engine, regions: Box::new(RegionTable::new(8)) }
     }
 
+    /// The device's end.
+    fn connection(&self) -> &Connection {
+        let Way::Near { hearing, .. } = &self.function.way else { panic!("it is near") };
+        &hearing.connection
+    }
+
     fn hand_over(&self, handle: u64, region: &Region) {
         self.rank.send(&Message::Memory { handle }, Some(region.file())).expect("it is open");
     }
 
     fn register(&mut self, handle: u64, len_bytes: u64) -> Result<RegionKey, EntryStatus> {
-        let Attached { hearing, rings, .. } = &mut self.function;
+        let Attached { way: Way::Near { hearing, .. }, rings, .. } = &mut self.function else { panic!("it is near") };
         let mut files = Files { hearing, engine: &mut self.engine };
         rings.register(handle, (0, len_bytes), &mut self.regions, &mut files).expect("it has not hung up")
     }
@@ -53,7 +60,7 @@ fn a_call_hears_so_many_messages_and_no_more() {
     // The same handle again and again, so that it is never too much memory.
     (0..3 * MESSAGES_PER_TURN).for_each(|_| rig.hand_over(1, &region));
     rig.function.hear().expect("nothing wrong");
-    let left = (0..).take_while(|_| rig.function.hearing.connection.receive(Duration::ZERO).is_ok()).count();
+    let left = (0..).take_while(|_| rig.connection().receive(Duration::ZERO).is_ok()).count();
     assert_eq!(left, 2 * MESSAGES_PER_TURN);
 }
 

@@ -11,20 +11,23 @@
 //! - Hardware that fails ends the engine: its queue is given up, and with it all that was posted, before any chain is told of
 //!   it. A peer that is gone ends only the chains that were at its memory.
 
+mod regions;
 #[cfg(test)]
 mod tests;
 
+pub use regions::MapMemoryError;
+
 use super::config::VerbsError;
-use super::region::RemoteRegion;
 use crate::dma::{
     Address, Capabilities, Chain, Completion, DmaMemory, Engine, LocalMemory, Profile, RegionKey, Scope, Span, Status,
     Step, SubmitError,
 };
+use crate::remote::RemoteRegion;
+use regions::{Found, LANDING_MAX_BYTES, Mapped, Regions};
 use std::collections::VecDeque;
 use std::slice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
-use thiserror::Error;
 
 /// Steps of a chain: a contribution of each of so many children, and what goes with them.
 const STEPS: u32 = 128;
@@ -45,6 +48,8 @@ pub(super) struct Place {
     pub(super) key: u32,
     /// Whose memory it is; `None`: of this process.
     pub(super) peer: Option<u16>,
+    /// What the peer is told when all of it is written, if it is.
+    pub(super) word: Option<u32>,
 }
 
 /// A copy for the hardware.
@@ -93,46 +98,6 @@ pub(super) trait Copier {
     fn stop(&mut self);
 }
 
-/// Why memory was not mapped.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum MapMemoryError {
-    /// Something is mapped there, or was with that generation or a later one.
-    #[error("generation {asked} of region {index} comes after generation {now}, or that one is still mapped")]
-    Taken {
-        /// The index.
-        index: u16,
-        /// The generation asked for.
-        asked: u32,
-        /// The last generation there.
-        now: u32,
-    },
-    /// The device does not take it.
-    #[error(transparent)]
-    Register(#[from] VerbsError),
-}
-
-enum Mapped<R> {
-    /// Memory of this process. The registration goes before the memory does.
-    Here { registration: R, memory: Arc<dyn DmaMemory>, lkey: u32, is_local: bool },
-    /// A peer's.
-    There { peer: u16, region: RemoteRegion },
-}
-
-/// Bytes that were found.
-struct Found {
-    /// Where they are, if they are this process's.
-    here: Option<*mut u8>,
-    place: Place,
-    is_local: bool,
-}
-
-/// A place of the table of regions.
-struct Entry<R> {
-    generation: u32,
-    mapped: Option<Mapped<R>>,
-}
-
 /// A chain that is in flight, or a free place for one.
 struct Flight {
     tag: crate::dma::Tag,
@@ -153,7 +118,7 @@ pub(super) struct Copying<C: Copier> {
     // Before the regions: what it has posted is gone before they are.
     copier: C,
     capabilities: Capabilities,
-    regions: Vec<Entry<C::Registration>>,
+    regions: Regions<C::Registration>,
     flights: Box<[Flight]>,
     free: Vec<usize>,
     ended: VecDeque<Completion>,
@@ -180,7 +145,7 @@ impl<C: Copier> Copying<C> {
         Self {
             copier,
             capabilities: Capabilities::new(Profile::CopyOnly, STEPS, DEPTH).with_max_len(max_len_bytes),
-            regions: (0..regions).map(|_| Entry { generation: 0, mapped: None }).collect(),
+            regions: Regions::new(regions),
             flights: (0..CHAINS).map(flight).collect(),
             free: (0..CHAINS).rev().collect(),
             ended: VecDeque::with_capacity(CHAINS),
@@ -206,38 +171,31 @@ impl<C: Copier> Copying<C> {
         memory: Arc<dyn DmaMemory>,
         is_local: bool,
     ) -> Result<(), MapMemoryError> {
-        self.check_free(key)?;
+        self.regions.check_free(key)?;
         let (registration, lkey) = self.copier.register(&memory)?;
-        self.put(key, Mapped::Here { registration, memory, lkey, is_local });
+        self.regions.put(key, Mapped::Here { registration, memory, lkey, is_local });
         Ok(())
     }
 
-    /// Let chains reach a peer's memory under `key`.
-    pub(super) fn map_remote(&mut self, key: RegionKey, peer: u16, region: RemoteRegion) -> Result<(), MapMemoryError> {
-        self.check_free(key)?;
-        self.put(key, Mapped::There { peer, region });
+    /// Let chains reach a peer's memory under `key`; if results land there, the peer is told of each.
+    pub(super) fn map_remote(
+        &mut self,
+        key: RegionKey,
+        (peer, region): (u16, RemoteRegion),
+        lands: bool,
+    ) -> Result<(), MapMemoryError> {
+        self.regions.check_free(key)?;
+        if lands && region.len_bytes > LANDING_MAX_BYTES {
+            return Err(MapMemoryError::TooLong { len_bytes: region.len_bytes });
+        }
+        self.regions.put(key, Mapped::There { peer, region, lands });
         Ok(())
-    }
-
-    fn check_free(&self, key: RegionKey) -> Result<(), MapMemoryError> {
-        let taken = |now| MapMemoryError::Taken { index: key.index, asked: key.generation, now };
-        let entry = self.regions.get(usize::from(key.index)).ok_or(taken(u32::MAX))?;
-        let is_free = entry.mapped.is_none() && key.generation > entry.generation;
-        if is_free { Ok(()) } else { Err(taken(entry.generation)) }
-    }
-
-    fn put(&mut self, key: RegionKey, mapped: Mapped<C::Registration>) {
-        self.regions[usize::from(key.index)] = Entry { generation: key.generation, mapped: Some(mapped) };
     }
 
     /// Take memory away; when this returns, the hardware does not touch it. False if it is not there.
     pub(super) fn unmap(&mut self, key: RegionKey) -> bool {
-        let Some(entry) = self.regions.get_mut(usize::from(key.index)) else { return false };
-        if entry.generation != key.generation {
-            return false;
-        }
         // From here on no step finds it.
-        let Some(mapped) = entry.mapped.take() else { return false };
+        let Some(mapped) = self.regions.take(key) else { return false };
         let mut looks = 0;
         while self.flights.iter().any(|flight| flight.has_posted(key)) {
             self.look();
@@ -253,36 +211,11 @@ impl<C: Copier> Copying<C> {
         true
     }
 
-    /// Return where `len_bytes` bytes are, here and for the hardware.
-    fn find(&self, at: Address, len_bytes: u64) -> Result<Found, Status> {
-        let entry = self.regions.get(usize::from(at.region.index)).ok_or(Status::BadRegion)?;
-        let Some(mapped) = entry.mapped.as_ref().filter(|_| entry.generation == at.region.generation) else {
-            let was_there = (1..=entry.generation).contains(&at.region.generation);
-            return Err(if was_there { Status::StaleRegion } else { Status::BadRegion });
-        };
-        match mapped {
-            Mapped::There { peer, region } => {
-                let addr = region.at(at.offset_bytes, len_bytes).map_err(|_| Status::OutOfBounds)?;
-                Ok(Found { here: None, place: Place { addr, key: region.rkey, peer: Some(*peer) }, is_local: false })
-            }
-            Mapped::Here { memory, lkey, is_local, .. } => {
-                let end = at.offset_bytes.checked_add(len_bytes).ok_or(Status::OutOfBounds)?;
-                if end > memory.len_bytes() as u64 {
-                    return Err(Status::OutOfBounds);
-                }
-                // Inside memory that is there.
-                let here = memory.base().as_ptr().wrapping_add(at.offset_bytes as usize);
-                let place = Place { addr: here.expose_provenance() as u64, key: *lkey, peer: None };
-                Ok(Found { here: Some(here), place, is_local: *is_local })
-            }
-        }
-    }
-
     fn copy_of(&self, step: &Step) -> Result<Copy, Status> {
         self.capabilities.check(step)?;
         let Step::Copy { src, dst, len_bytes } = *step else { return Err(Status::Unsupported) };
-        let src = self.find(src, u64::from(len_bytes))?.place;
-        let dst = self.find(dst, u64::from(len_bytes))?.place;
+        let src = self.regions.find(src, u64::from(len_bytes))?.place;
+        let dst = self.regions.find(dst, u64::from(len_bytes))?.place;
         if src.peer.is_some() && dst.peer.is_some() {
             return Err(Status::Unsupported);
         }
@@ -295,7 +228,7 @@ impl<C: Copier> Copying<C> {
     /// Write two words: the second, then the first, after all before and before all behind.
     fn publish(&self, step: &Step, words: [u64; 2]) -> Result<(), Status> {
         self.capabilities.check(step)?;
-        let base = self.find(step.dst(), step.dst_len_bytes())?.here.ok_or(Status::Unsupported)?;
+        let base = self.regions.find(step.dst(), step.dst_len_bytes())?.here.ok_or(Status::Unsupported)?;
         if !base.addr().is_multiple_of(8) {
             return Err(Status::Misaligned);
         }
@@ -493,7 +426,7 @@ impl<C: Copier> Engine for Copying<C> {
 
 impl<C: Copier> LocalMemory for Copying<C> {
     fn with_local<R>(&mut self, dst: Span, src: Span, work: impl FnOnce(&mut [u8], &[u8]) -> R) -> Result<R, Status> {
-        let here = |span: &Span| match self.find(span.address, span.len_bytes)? {
+        let here = |span: &Span| match self.regions.find(span.address, span.len_bytes)? {
             Found { here: Some(base), is_local: true, .. } => Ok(base),
             Found { .. } => Err(Status::BadRegion),
         };

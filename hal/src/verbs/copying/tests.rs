@@ -364,8 +364,8 @@ fn the_processor_works_on_the_devices_own_memory_only_between_chains() {
 fn a_peer_that_is_gone_ends_the_chains_at_its_memory_only() {
     let mut bench = bench();
     let region = RemoteRegion { addr: 4096, len_bytes: 64, rkey: 9, generation: 0 };
-    bench.engine.map_remote(key(2), GONE, region).expect("a free place");
-    bench.engine.map_remote(key(3), GONE, region).expect("a free place");
+    bench.engine.map_remote(key(2), (GONE, region), false).expect("a free place");
+    bench.engine.map_remote(key(3), (GONE, region), false).expect("a free place");
     let before = bytes(&bench.memory[0]);
     bench
         .submit(1, &[copy(at(1, 0), at(0, 8), 8), copy(at(2, 0), at(0, 8), 8), copy(at(1, 0), at(0, 0), 8)])

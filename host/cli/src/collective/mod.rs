@@ -19,7 +19,6 @@ use crate::exit::Failure;
 use crate::files::{AgreeError, ArrayFile, Axis0, Format, Output, OutputHead, Shape, inspect_all};
 use crate::job::{FileWork, RankJob, Report, Work};
 use crate::layout::Layout;
-use crate::options::Attach;
 use crate::perf::{Reports, spawn_rank};
 use anyhow::{anyhow, bail};
 use args::RunArgs;
@@ -171,8 +170,7 @@ impl Job<'_> {
         supervisor: &mut Supervisor,
     ) -> Result<Combined, Failure> {
         let Call { collective, op, root, run } = self.call;
-        let over_verbs = if run.attach == Attach::Verbs { layout.devices.len() } else { 0 };
-        let device_options = run.verbs.of_devices(over_verbs);
+        let device_options = run.verbs.of_devices(run.attach, layout.devices.len());
         let controller =
             cluster::start(supervisor, &ClusterConfig { device_options, ..ClusterConfig::new(layout) })?.addr;
         let world = self.inputs.len();

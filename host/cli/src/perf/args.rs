@@ -67,8 +67,8 @@ pub(crate) struct PerfArgs {
     #[arg(long, value_name = "NAME")]
     pub(super) order: Option<OrderName>,
     /// How ranks reach their leaf device: `shm` by shared memory, which the device's DMA engine reads and writes, or the
-    /// run fails; `udp` by packets that carry the data; `verbs` by packets over RDMA, or the run fails; `auto` by shared
-    /// memory where that is possible, else by packets
+    /// run fails; `udp` by packets that carry the data; `verbs` by packets over RDMA, and `rdma` by RDMA READ and WRITE of
+    /// the device, or the run fails; `auto` by shared memory where that is possible, else by packets
     #[arg(long, value_name = "WAY", default_value = "auto", value_parser = options::attach_parser())]
     pub(super) attach: Attach,
     #[command(flatten)]
@@ -156,12 +156,17 @@ impl PerfArgs {
             let is_shm = fault == Fault::CutLink && self.attach == Attach::Shm;
             ensure!(!is_shm, "--fault cut-link loses packets, and with --attach shm there are none; use udp or auto");
         }
-        if self.attach == Attach::Verbs {
+        if matches!(self.attach, Attach::Verbs | Attach::Rdma) {
             let relayed = self.chaos.is_some() || self.fault == Some(Fault::CutLink);
-            ensure!(!relayed, "--attach verbs: --chaos and --fault cut-link relay UDP; use `tc qdisc` and `ip link`");
-            ensure!(self.devices.is_empty(), "--attach verbs: --device names where a device receives over UDP");
+            ensure!(
+                !relayed,
+                "--attach {}: --chaos and --fault cut-link relay UDP; use `tc qdisc` and `ip link`",
+                self.attach
+            );
+            let (none, attach) = (self.devices.is_empty(), self.attach);
+            ensure!(none, "--attach {attach}: --device names where a device receives over UDP");
         } else {
-            ensure!(self.verbs.is_empty(), "--verbs goes with --attach verbs");
+            ensure!(self.verbs.is_empty(), "--verbs goes with --attach verbs or rdma");
         }
         ensure!(self.root < self.ranks, "root {} of {} ranks; they count from 0", self.root, self.ranks);
         let mut cases = Vec::new();
@@ -240,8 +245,8 @@ mod tests {
         let told = parse("--attach shm --memory plain");
         assert_eq!((told.attach, told.memory), (Attach::Shm, MemoryKind::Plain));
         assert_eq!(parse("--attach udp").attach, Attach::Udp);
-        let error = Command::try_parse_from(["perf", "--attach", "rdma"]).map(|_| ()).expect_err("no such way");
-        assert!(error.to_string().contains("auto, udp, shm, verbs"), "{error}");
+        let error = Command::try_parse_from(["perf", "--attach", "roce"]).map(|_| ()).expect_err("no such way");
+        assert!(error.to_string().contains("auto, udp, shm, verbs, rdma"), "{error}");
     }
 
     #[test]
@@ -250,6 +255,7 @@ mod tests {
         assert!(refused("--fault kill-rank --ranks 1").contains("2 or more"));
         assert!(refused("--fault cut-link --attach shm").contains("udp or auto"));
         assert!(refused("--fault cut-link --attach verbs").contains("ip link"));
+        assert!(refused("--fault cut-link --attach rdma").contains("ip link"));
         assert!(refused("--verbs mlx5_0").contains("--attach verbs"));
         assert_eq!(parse("--fault cut-link").attach(), Attach::Udp);
         assert_eq!(parse("--fault kill-device").attach(), Attach::Auto);

@@ -18,7 +18,6 @@ use crate::exit::Failure;
 use crate::job::{Case, Measured, RankJob, Report, Work};
 use crate::layout::Layout;
 use crate::machine;
-use crate::options::Attach;
 use crate::stats;
 use anyhow::anyhow;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -71,11 +70,10 @@ fn measure(
     let given = cluster::places(&layout.devices, &args.devices).map_err(|why| Failure::Input(anyhow!(why)))?;
     let listen = (!given.is_empty()).then_some(args.listen);
     let links = relay::start(args, layout)?;
-    let over_verbs = if args.attach == Attach::Verbs { layout.devices.len() } else { 0 };
     let device_options = links
         .iter()
         .map(|link| (link.device, link.device_options()))
-        .chain(args.verbs.of_devices(over_verbs))
+        .chain(args.verbs.of_devices(args.attach, layout.devices.len()))
         .collect();
     let config = ClusterConfig { preference, device_options, listen, given, ..config(args, layout) };
     let mut output = Output::new(args, layout, round_trip_ns, bar);

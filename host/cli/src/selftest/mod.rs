@@ -16,7 +16,7 @@ use crate::address::ControllerAddress;
 use crate::cluster::{self, ClusterConfig, Supervisor};
 use crate::exit::Failure;
 use crate::layout::Layout;
-use crate::options::{self, Links};
+use crate::options::{self, Attach, Links};
 use crate::size::SizeBytes;
 use crate::stats;
 use anyhow::{anyhow, ensure};
@@ -101,8 +101,8 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
             };
             let layout = layout.map_err(Failure::Input)?;
             let started = supervisor.insert(Supervisor::new(ProgressBar::hidden(), verbose)?);
-            let over_verbs = if args.verbs.is_empty() { 0 } else { layout.devices.len() };
-            let device_options = args.verbs.of_devices(over_verbs);
+            let attach = if args.verbs.is_empty() { Attach::Udp } else { Attach::Verbs };
+            let device_options = args.verbs.of_devices(attach, layout.devices.len());
             cluster::start(started, &ClusterConfig { device_options, ..ClusterConfig::new(&layout) })?.addr
         }
     };

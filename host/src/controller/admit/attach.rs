@@ -4,13 +4,14 @@
 //! |---|---|---|
 //! | auto | by reference | by packets; the log says why |
 //! | shm | by reference | no tree, for that reason |
+//! | rdma | by reference, from whichever host | no tree, for that reason |
 //! | udp, verbs | by packets | by packets |
 //!
 //! Packets go the way by which the device receives them: there is no tree for a rank that sends by another, over UDP to a
 //! device over verbs or the other way round.
 //!
 //! A leaf whose device has no room for redo slots takes all its ranks' packets, or, if one of them insists on shared
-//! memory, there is no tree.
+//! memory or RDMA, there is no tree.
 
 use super::{PlacedNode, Placement};
 use crate::controller::proto::{Attach, JoinRequest};
@@ -29,6 +30,9 @@ enum ByPackets<'a> {
     /// The device has no bus.
     #[error("the device has no bus")]
     NoBus,
+    /// The device takes nobody in from other hosts.
+    #[error("the device has no RDMA engine; start it with --rdma")]
+    NoRdma,
     /// The rank can't say where it is.
     #[error("the rank's system tells no name of its machine")]
     NoMachine,
@@ -44,7 +48,8 @@ enum ByPackets<'a> {
 
 /// Tell whether a rank can contribute by reference to a device, and is willing to.
 fn by_reference<'a>(request: &'a JoinRequest, device: &'a Announce) -> Result<(), ByPackets<'a>> {
-    if !request.attach.may_share_memory() {
+    let is_far = request.attach == Attach::Rdma;
+    if !request.attach.may_share_memory() && !is_far {
         return Err(ByPackets::Asked);
     }
     let shards = device.data_addrs.len();
@@ -52,6 +57,9 @@ fn by_reference<'a>(request: &'a JoinRequest, device: &'a Announce) -> Result<()
         return Err(ByPackets::Shards(shards));
     }
     let bus = device.bus.as_ref().ok_or(ByPackets::NoBus)?;
+    if is_far {
+        return bus.remote.map(drop).ok_or(ByPackets::NoRdma);
+    }
     let machine = request.machine.as_ref().ok_or(ByPackets::NoMachine)?;
     if *machine != bus.machine {
         return Err(ByPackets::OtherMachine { rank: machine, device: &bus.machine });
@@ -67,12 +75,13 @@ impl Placement {
             let why = match by_reference(request, &node.device.announce) {
                 Ok(()) => {
                     node.by_reference.insert(child);
+                    self.ranks_by_rdma += u32::from(request.attach == Attach::Rdma);
                     continue;
                 }
                 Err(why) => why,
             };
             let (rank, device) = (request.rank, node.device.name());
-            if request.attach == Attach::Shm {
+            if request.attach.insists_on_reference() {
                 return Err(refusal(request, device, &why.to_string()));
             }
             by_its_packets(request, node)?;
@@ -87,7 +96,7 @@ impl Placement {
         let node = &mut self.nodes[index];
         let device = node.device.name();
         let mut there = requests.iter().zip(&self.ranks).filter(|(_, (leaf, _))| *leaf == index);
-        if let Some((request, _)) = there.find(|(request, _)| request.attach == Attach::Shm) {
+        if let Some((request, _)) = there.find(|(request, _)| request.attach.insists_on_reference()) {
             return Err(refusal(request, device, why));
         }
         let mut there = requests.iter().zip(&self.ranks).filter(|(_, (leaf, _))| *leaf == index);
@@ -128,6 +137,13 @@ fn by_its_packets(request: &JoinRequest, node: &PlacedNode) -> Result<(), String
 }
 
 fn refusal(request: &JoinRequest, device: &str, why: &str) -> String {
+    if request.attach == Attach::Rdma {
+        return format!(
+            "{} asks for contributions by RDMA, which its leaf device {device} does not take: {why}; let it attach as `auto`, \
+             `udp` or `verbs`",
+            request.rank
+        );
+    }
     format!(
         "{} asks for shared memory, which it can't share with its leaf device {device}: {why}; let it attach as `auto` \
          or `udp`",

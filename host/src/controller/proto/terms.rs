@@ -64,11 +64,14 @@ pub enum Attach {
     Shm,
     /// By packets over RDMA verbs, to a device that receives them so; or there is no tree, for that reason.
     Verbs,
+    /// By reference over RDMA verbs: the device's engine reads this rank's memory, and writes to it; or there is no tree, for
+    /// that reason.
+    Rdma,
 }
 
 impl Attach {
     /// Every way.
-    pub const ALL: [Self; 4] = [Self::Auto, Self::Udp, Self::Shm, Self::Verbs];
+    pub const ALL: [Self; 5] = [Self::Auto, Self::Udp, Self::Shm, Self::Verbs, Self::Rdma];
 
     /// Return its name on the command line.
     pub const fn name(self) -> &'static str {
@@ -77,7 +80,13 @@ impl Attach {
             Self::Udp => "udp",
             Self::Shm => "shm",
             Self::Verbs => "verbs",
+            Self::Rdma => "rdma",
         }
+    }
+
+    /// Whether a rank contributes by reference, or there is no tree.
+    pub const fn insists_on_reference(self) -> bool {
+        matches!(self, Self::Shm | Self::Rdma)
     }
 
     /// Whether a rank may contribute by reference, over memory that it shares with its leaf.

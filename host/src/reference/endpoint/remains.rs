@@ -1,7 +1,8 @@
 //! What is left at this rank when its device writes nothing any more: what was published, and perhaps not delivered.
 
-use super::{ReferenceEndpoint, State};
+use super::{ReferenceEndpoint, Run, State};
 use crate::endpoint::{Buffers, OpId, Part};
+use std::ops::Range;
 use sumac_hal::dma::Address;
 use sumac_hal::ids::ChunkNo;
 
@@ -53,5 +54,24 @@ impl ReferenceEndpoint {
     /// The result of a chunk was copied to the caller's buffer, as the device had not said so.
     fn salvaged(&mut self, seq: u64) {
         self.chunks[(seq - self.have) as usize].state = State::Landed;
+    }
+
+    /// Return where in the bounce buffer the whole result of a chunk that is open lands, if it does.
+    pub(in crate::reference) fn landing(&self, seq: u64) -> Option<u64> {
+        let index = seq.checked_sub(self.have)?;
+        self.chunks.get(usize::try_from(index).ok()?).filter(|chunk| chunk.state != State::Landed)?.lands
+    }
+
+    /// Return where in the bounce buffer ends what a run lands there, whose first chunk lands where it does.
+    pub(in crate::reference) fn landing_end(&self, run: &Run) -> u64 {
+        let (first, start) = (run.contribution.seq.0, run.contribution.dst.map_or(0, |dst| dst.offset_bytes));
+        let last = self.landing(first + u64::from(run.contribution.count) - 1);
+        // Behind the last one's first byte, by which it is announced.
+        last.map_or(start, |last| last + 1)
+    }
+
+    /// Return the chunks that are submitted and have not all landed.
+    pub(in crate::reference) fn open_seqs(&self) -> Range<u64> {
+        self.have..self.next()
     }
 }

@@ -60,6 +60,7 @@ fn tree(rank: Rank, socket: &str) -> TreeMembership {
         ops: u32::MAX,
         collectives: u32::MAX,
         ranks_by_reference: 2,
+        ranks_by_rdma: 0,
         over_verbs: false,
     };
     TreeMembership {
@@ -80,6 +81,7 @@ fn tree(rank: Rank, socket: &str) -> TreeMembership {
             machine: "here".try_into().expect("short"),
             socket: socket.try_into().expect("short"),
             redo_memory_bytes: 1 << 20,
+            remote: None,
         }),
     }
 }

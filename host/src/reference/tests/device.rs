@@ -119,6 +119,7 @@ pub(super) fn seating(socket: &str, rank: u32, ranks: u32) -> Seating {
     Seating {
         device: "leaf".into(),
         socket: socket.into(),
+        remote: None,
         group: GROUP,
         epoch: EPOCH,
         child: ChildIndex(rank as u16),

@@ -38,7 +38,7 @@ pub(super) fn post(driver: &mut ReferenceDriver, desc: OpDesc, buffers: &mut Len
     let (input, input_len) = (driver.place(buffers.input(OpId(0)), &desc), buffers.input(OpId(0)).len());
     let (output, output_len) = (driver.place(buffers.output(OpId(0)), &desc), buffers.output(OpId(0)).len());
     let places = Places { input, output };
-    let transfer = ReferenceDriver::transfer(&places, input_len, output_len);
+    let transfer = driver.transfer(&places, input_len, output_len);
     (driver.post(desc, Path::Tree, places).expect("room"), transfer)
 }
 

@@ -8,6 +8,7 @@ mod communicator;
 mod device;
 mod driver;
 mod endings;
+mod far;
 mod kept;
 mod pulse;
 
@@ -31,6 +32,7 @@ fn config(rank: u32, ranks: u32, chunk_len_bytes: u16) -> ReferenceConfig {
         in_flight_max: 40,
         alignment_bytes: 1,
         bounce: BounceConfig { region: BOUNCE, len_bytes: 512 },
+        lands_apart: false,
     }
 }
 

@@ -141,6 +141,7 @@ impl World<'_, '_> {
             in_flight_max: setup.ring - 1,
             alignment_bytes: setup.alignment_bytes,
             bounce: BounceConfig { region, len_bytes },
+            lands_apart: false,
         };
         let (offset_bytes, slot_len_bytes, slots) = (place.0, place.1 as u64, place.2 as u64);
         let chunk_len_bytes = options.chunk_len_bytes.into();
