@@ -253,7 +253,10 @@ impl<'a> Desk<'a> {
 
     /// Ask the board; false if it can't be asked.
     fn ask(&mut self, request: DeskRequest) -> bool {
-        self.life.as_mut().is_some_and(|life| life.requests.push(&request.emit()) == Ok(true))
+        // An index of a life that is over would break the rings of the next, which may have begun since the last look.
+        let now = Bar::probe(self.memory.words()).ok().map(|(_, identity)| identity.boot_id);
+        let life = self.life.as_mut().filter(|life| now == Some(life.boot_id));
+        life.is_some_and(|life| life.requests.push(&request.emit()) == Ok(true))
     }
 
     fn answer(&mut self) -> Option<DeskAnswer> {

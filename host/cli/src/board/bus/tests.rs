@@ -250,3 +250,17 @@ fn a_board_without_a_desk_is_asked_nothing() {
     assert!(is_hung_up_on(&rank));
     assert_eq!(refusal(&rig.dial(&ATTACH)), AttachRefusal::NoRoom);
 }
+
+#[test]
+fn the_rings_of_a_new_life_are_not_written_to_as_if_they_were_the_old_ones() {
+    let memory = desk_memory();
+    let mut rig = Rig::new(&memory);
+    let mut board = Board::begin(&memory, 1);
+    let _first = rig.sit(&mut board, 0);
+    let mut board = Board::begin(&memory, 2);
+    // Before the broker has looked.
+    assert!(!rig.desk.ask(DeskRequest::Leave { seat: 0 }));
+    assert_eq!(board.asked(), None);
+    rig.turn();
+    rig.sit(&mut board, 1);
+}
