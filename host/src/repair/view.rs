@@ -13,7 +13,7 @@
 //!
 //! Invariants:
 //! - a rank takes part in no ballot that is lower than one it has promised;
-//! - who is dead to a rank stays so, and hears from nobody to whom it is;
+//! - who is dead to a rank stays so, and is not heard by it: not of a commit either, as those that go on may know less;
 //! - a ballot is for all ranks but the dead: it is planned when all of them have promised, and committed when all have
 //!   done it. So what was committed in a ballot has been done by every rank of any later one;
 //! - **so a later ballot adopts an outcome that may have been committed**: where a rank knows of the commit, or where all
@@ -173,7 +173,8 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
         }
         match message {
             Message::Commit { dead, .. } if dead.contains_key(&self.rank) => return self.end(End::Partitioned),
-            Message::Commit { outcome, dead } => {
+            // Those that go on without it may adopt another word than it has committed: what it alone knew is lost with it.
+            Message::Commit { outcome, dead } if !self.dead.contains_key(&from) => {
                 self.bury(&dead);
                 return self.commit(outcome);
             }

@@ -131,6 +131,7 @@ fn repairs_of_two_ranks_hold() {
         Case::new(one_level(2), (2, 4), &[3]),
         Case::new(two_levels(&[1, 0]), (1, 2), &[1, 2]),
         Case::new(two_levels(&[1, 1]), (2, 4), &[2]),
+        Case::new(one_level(2), (1, 2), &[2, 1]).with(2, &[Fault::Death, Fault::NoTree, Fault::Tree]),
     ]);
 }
 
@@ -217,10 +218,9 @@ fn deep_rules_that_are_broken_are_found() {
 #[ignore = "takes minutes"]
 fn deep_repairs_of_two_ranks_hold() {
     hold([
-        Case::new(one_level(2), (1, 2), &[2, 1]).with(2, &Fault::ALL),
-        Case::new(one_level(2), (2, 4), &[2]).with(2, &Fault::ALL),
-        Case::new(one_level(2), (2, 4), &[3, 1]).with_early_timer(),
-        Case::new(two_levels(&[1, 1]), (2, 4), &[2, 1]).with_early_timer(),
+        Case::new(one_level(2), (2, 4), &[2]).with(2, &[Fault::Death, Fault::Piece, Fault::Late]),
+        Case::new(one_level(2), (1, 2), &[2]).with(2, &[Fault::Death, Fault::Break]),
+        Case::new(two_levels(&[1, 0]), (2, 4), &[2, 1]),
     ]);
 }
 
@@ -228,9 +228,9 @@ fn deep_repairs_of_two_ranks_hold() {
 #[ignore = "takes minutes"]
 fn deep_repairs_of_three_ranks_hold() {
     hold([
+        Case::new(one_level(3), (1, 2), &[1]).with(2, &[Fault::Death, Fault::NoTree]),
         Case::new(one_level(3), (1, 2), &[1]),
         Case::new(one_level(3), (1, 2), &[2]),
         Case::new(two_levels(&[2, 0]), (2, 4), &[2]).with(1, &[Fault::Death, Fault::Piece, Fault::NoTree]),
-        Case::new(one_level(3), (1, 2), &[1]).with(2, &[Fault::Death]),
     ]);
 }

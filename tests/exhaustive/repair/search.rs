@@ -15,7 +15,7 @@ use super::world::{Fault, World};
 use crate::store::Store;
 use std::rc::Rc;
 use std::time::Instant;
-use sumac::rehearsal::{End, Origin};
+use sumac::rehearsal::{End, Origin, Outcome as Committed};
 
 /// What happens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -358,7 +358,11 @@ impl<'s> Search<'s> {
         for view in 0..all.iter().map(|facts| facts.outcomes.len()).max().unwrap_or(0) {
             let mut outcomes = all.iter().filter_map(|facts| facts.outcomes.get(view));
             let first = outcomes.next()?;
-            if let Some(other) = outcomes.find(|other| *other != first) {
+            // The word is about the next tree, where the dead go nowhere.
+            let of = |outcome: &Committed| (outcome.dead.clone(), outcome.cut, outcome.operation);
+            let live: Vec<u64> = world.live().filter_map(|rank| Some(all[rank].outcomes.get(view)?.word)).collect();
+            let is_torn = live.iter().any(|&word| word != live[0]);
+            if let Some(other) = outcomes.find(|other| is_torn || of(other) != of(first)) {
                 return Some((Wrong::Disagreement, format!("one has committed {first:?}, another {other:?}")));
             }
         }

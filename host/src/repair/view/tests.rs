@@ -106,6 +106,53 @@ fn who_gives_up_is_dead_to_the_others() {
     assert_eq!(views[0].awaited(), []);
 }
 
+/// It had committed with the words of all, which those that are left do not know: what one of them hears late of that is
+/// not what they adopt.
+#[test]
+fn a_commit_of_the_dead_is_not_heard_once_others_go_on() {
+    let mut views: [Two; 3] = [0, 1, 2].map(|rank| View::new((Rank(rank), 3), Dead::new(), true, at(10_000)));
+    let (mut late, mut committed) = (Vec::new(), Vec::new());
+    views[0].begin();
+    loop {
+        let mut moved = false;
+        for rank in 0..3 {
+            while let Some((to, said)) = views[rank].poll_transmit() {
+                moved = true;
+                let is_commit = matches!(said, Message::Commit { .. });
+                if is_commit && rank == 0 {
+                    late.push((to, said));
+                    continue;
+                }
+                // It comes while the commit of the next attempt is on its way.
+                if let Some((_, said)) = late.iter().find(|(of, _)| is_commit && *of == to) {
+                    views[to.0 as usize].handle(Rank(0), said.clone(), at(1));
+                }
+                views[to.0 as usize].handle(Rank(rank as u32), said, at(1));
+            }
+            while let Some(event) = views[rank].poll_event() {
+                moved = true;
+                match event {
+                    Event::Promise { ballot } => views[rank].promise(ballot, 1),
+                    // The first has got no tree.
+                    Event::Run { ballot, .. } => views[rank].done(ballot, 3, if rank == 0 { 0 } else { 5 }),
+                    Event::Committed(outcome) if rank == 0 => assert_eq!(outcome.word, 0),
+                    Event::Committed(outcome) => committed.push(outcome),
+                    Event::Ended(end) => panic!("{end:?}"),
+                }
+            }
+            if late.len() == 2 && views[1].dead().is_empty() {
+                views[1].rank_died(Rank(0), Authority::Word);
+                views[2].rank_died(Rank(0), Authority::Word);
+                moved = true;
+            }
+        }
+        if !moved {
+            break;
+        }
+    }
+    assert!(committed.len() == 2 && committed[0] == committed[1], "{committed:?}");
+}
+
 /// It may live behind a broken line, and wait.
 #[test]
 fn who_only_seems_dead_is_told_that_the_others_go_on() {
