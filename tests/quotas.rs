@@ -293,7 +293,7 @@ fn a_tree_that_ranks_cannot_attach_to_is_given_back_and_not_offered_again() {
             wait_for("the job still has it", || {
                 let job = job(&cluster, "job").expect("it runs");
                 let why = job.tree.expect("running").err().unwrap_or_default();
-                why.contains("declined its tree: attach to device unreachable over shared memory")
+                why.contains("declined its tree: attach to device unreachable by reference")
             });
             *board_here.lock().expect("nobody panicked") = Some(board(controller, 1));
         });

@@ -131,9 +131,19 @@ fn shared_memory_that_cannot_be_had_fails_the_run_with_the_reason() {
         rows(&["perf", "--json", "--explain", "-e", "8", "--shards", "2", "--attach", "shm", "--algo", "auto"]);
     let why = explained[0]["candidates"][0]["ruled_out"].as_str().expect("no tree");
     assert!(why.contains("the device has 2 shards") && explained[0]["attach"].is_null(), "{why}");
-    let files = sumac(&["all-reduce", "--input", &input, "--output", &out, "--attach", "rdma"]);
+    let files = sumac(&["all-reduce", "--input", &input, "--output", &out, "--attach", "rope"]);
     assert_eq!(exit_status(&files), 2, "{}", stderr(&files));
     assert_eq!(dir.names(), ["in.npy"]);
+}
+
+#[test]
+#[cfg(not(feature = "verbs"))]
+fn rdma_is_refused_before_anything_starts_where_it_is_not_built_in() {
+    for attach in ["verbs", "rdma"] {
+        let perf = sumac(&["perf", "-e", "8", "--attach", attach]);
+        assert_eq!(exit_status(&perf), 2, "{}", stderr(&perf));
+        assert!(stderr(&perf).contains("build with `--features verbs`"), "{}", stderr(&perf));
+    }
 }
 
 #[test]

@@ -187,7 +187,8 @@ impl<'s> Shelves<'s> {
         let act = self.run(&mut next, happening);
         let next = self.number_of(rank, next);
         let said = act.said.into_iter();
-        let said: Vec<_> = said.map(|(to, view, said)| (to, self.letters.of(Letter::Said(rank, view, Box::new(said))))).collect();
+        let said: Vec<_> =
+            said.map(|(to, view, said)| (to, self.letters.of(Letter::Said(rank, view, Box::new(said))))).collect();
         let gift = act.gift.map(|gift| self.gifts.of(gift));
         assert!(gift.is_none_or(|gift| gift < NO_GIFT), "too many gifts for a key");
         let past = match happening {
