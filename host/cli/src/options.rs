@@ -1,9 +1,10 @@
 //! Options that several subcommands share, and how names become the library's types.
 
+use anyhow::ensure;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use std::fmt;
 use std::str::FromStr;
-use sumac::controller::proto::{BadTenant, UnknownAttach, check_tenant};
+use sumac::controller::proto::{BadTenant, check_tenant};
 use sumac_hal::ctrl::Order;
 use sumac_hal::dma::Profile;
 use sumac_hal::op::{Collective, Dtype, ReduceOp};
@@ -17,23 +18,20 @@ pub(crate) fn algo_parser() -> impl TypedValueParser<Value = Algo> {
 
 /// Accept the name of a way to reach a leaf device.
 pub(crate) fn attach_parser() -> impl TypedValueParser<Value = Attach> {
-    PossibleValuesParser::new(Attach::ALL.map(Attach::name)).try_map(|name| {
-        let attach = Attach::from_str(&name)?;
-        let is_built = cfg!(feature = "verbs") || !matches!(attach, Attach::Verbs | Attach::Rdma);
-        if is_built { Ok(attach) } else { Err(BadAttach::NoVerbs) }
-    })
+    PossibleValuesParser::new(Attach::ALL.map(Attach::name)).try_map(|name| Attach::from_str(&name))
 }
 
-/// A way to attach that can't be taken.
-#[derive(Debug, thiserror::Error)]
-enum BadAttach {
-    #[error(transparent)]
-    Unknown(#[from] UnknownAttach),
-    #[error(
-        "this build has no verbs; build with `--features verbs`, which takes cmake, libclang and libibverbs (Debian: \
-         apt-get install cmake libclang-dev libibverbs-dev)"
-    )]
-    NoVerbs,
+/// Check that this build can attach in this way.
+///
+/// # Errors
+/// It can't: what to build it with.
+pub(crate) fn check_built(attach: Attach) -> anyhow::Result<()> {
+    ensure!(
+        cfg!(feature = "verbs") || !matches!(attach, Attach::Verbs | Attach::Rdma),
+        "--attach {attach}: this build has no verbs; build with `--features verbs`, which takes cmake, libclang and \
+         libibverbs (Debian: apt-get install cmake libclang-dev libibverbs-dev)"
+    );
+    Ok(())
 }
 
 /// The RDMA port that is whichever is active.

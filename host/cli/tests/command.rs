@@ -143,6 +143,11 @@ fn rdma_is_refused_before_anything_starts_where_it_is_not_built_in() {
         let perf = sumac(&["perf", "-e", "8", "--attach", attach]);
         assert_eq!(exit_status(&perf), 2, "{}", stderr(&perf));
         assert!(stderr(&perf).contains("build with `--features verbs`"), "{}", stderr(&perf));
+        let dir = Dir::new(attach);
+        let (input, out) = (dir.write("in.npy", &npy_f32(&[1.0; 6], "(6,)")), dir.path("out.npy"));
+        let files = sumac(&["all-reduce", "--input", &input, "--output", &out, "--attach", attach]);
+        assert_eq!(exit_status(&files), 2, "{}", stderr(&files));
+        assert_eq!(dir.names(), ["in.npy"]);
     }
 }
 

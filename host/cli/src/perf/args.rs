@@ -165,6 +165,7 @@ impl PerfArgs {
             );
             let (none, attach) = (self.devices.is_empty(), self.attach);
             ensure!(none, "--attach {attach}: --device names where a device receives over UDP");
+            options::check_built(attach)?;
         } else {
             ensure!(self.verbs.is_empty(), "--verbs goes with --attach verbs or rdma");
         }
