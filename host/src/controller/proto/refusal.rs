@@ -79,6 +79,18 @@ pub enum JoinRefusal {
         /// How long the first of them waited, in seconds.
         waited_s: u64,
     },
+    /// A rank of a job from before counts further than any job comes.
+    #[error("job {job:?} is said to be at {what} {found}; a controller takes over up to {max}: begin it anew")]
+    Count {
+        /// The job.
+        job: String,
+        /// What is counted.
+        what: String,
+        /// How far it is said to be.
+        found: u32,
+        /// The limit.
+        max: u32,
+    },
     /// What the rank says that its declared order means is no expression over its ranks.
     #[error("the expression of job {job:?} makes no sense: {reason}")]
     Expression {

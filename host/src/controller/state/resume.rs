@@ -31,6 +31,9 @@ use sumac_hal::ids::Rank;
 /// then is dead to the others, as one whose connection has ended.
 pub(super) const RESUME_LIMIT: Duration = Duration::from_secs(10);
 
+/// The last view, and round of survivors, that a job from before may be at: it goes on counting from there.
+const COUNT_MAX: u32 = 1 << 30;
+
 /// A job of which not all ranks have come back: its name, and what only its ranks know.
 pub(super) type Key = (String, u64);
 
@@ -67,6 +70,11 @@ impl State {
         let (name, rank, world) = (request.job.clone(), request.rank, request.world);
         if rank.0 >= world {
             return Err(JoinRefusal::Rank { rank, world });
+        }
+        for (what, found) in [("view", view), ("round", shrunk)] {
+            if found > COUNT_MAX {
+                return Err(JoinRefusal::Count { job: name, what: what.into(), found, max: COUNT_MAX });
+            }
         }
         let nonsense = |reason| JoinRefusal::Expression { job: name.clone(), reason };
         let declared = (request.order != Order::Arrival).then(|| Tree::new(expression, world, request.order));

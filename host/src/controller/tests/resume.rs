@@ -66,6 +66,20 @@ fn a_job_goes_on_when_all_its_ranks_have_come_back_and_is_offered_a_tree() {
     }
 }
 
+/// A view comes after each: a controller that took the last number from anybody would be at its end.
+#[test]
+fn numbers_that_no_job_comes_to_are_refused() {
+    let controller = controller();
+    for resumption in [Resumption { view: u32::MAX, ..resumption(0) }, Resumption { shrunk: u32::MAX, ..resumption(0) }]
+    {
+        let expression = vec![vec![Child::Rank(Rank(0))]];
+        let alone = Resumption { request: request(0, 1), expression, ..resumption };
+        let why = refusal(resume(&controller, alone));
+        assert!(why.contains("4294967295"), "{why}");
+    }
+    assert_eq!(resume(&controller, resumption(0)).report().jobs.len(), 1, "it goes on");
+}
+
 #[test]
 fn who_means_another_job_is_refused() {
     let controller = controller();
