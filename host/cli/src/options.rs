@@ -28,7 +28,7 @@ pub(crate) fn attach_parser() -> impl TypedValueParser<Value = Attach> {
 pub(crate) fn check_built(attach: Attach) -> anyhow::Result<()> {
     ensure!(
         cfg!(feature = "verbs") || !matches!(attach, Attach::Verbs | Attach::Rdma),
-        "--attach {attach}: this build has no verbs; build with `--features verbs`, which takes cmake, libclang and \
+        "to attach by {attach}: this build has no verbs; build with `--features verbs`, which takes cmake, libclang and \
          libibverbs (Debian: apt-get install cmake libclang-dev libibverbs-dev)"
     );
     Ok(())

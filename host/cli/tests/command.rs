@@ -139,6 +139,8 @@ fn shared_memory_that_cannot_be_had_fails_the_run_with_the_reason() {
 #[test]
 #[cfg(not(feature = "verbs"))]
 fn rdma_is_refused_before_anything_starts_where_it_is_not_built_in() {
+    let selftest = sumac(&["selftest", "--verbs", "auto"]);
+    assert_eq!(exit_status(&selftest), 2, "{}", stderr(&selftest));
     for attach in ["verbs", "rdma"] {
         let perf = sumac(&["perf", "-e", "8", "--attach", attach]);
         assert_eq!(exit_status(&perf), 2, "{}", stderr(&perf));

@@ -81,7 +81,9 @@ pub(crate) fn emulate(args: &EmulateArgs) -> Result<(), Failure> {
 /// Run a board until it ends or this process is told to.
 pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     let image = args.image.clone().or_else(|| default_image(args.board));
-    let image = image.ok_or_else(|| Failure::Input(anyhow!("no image: `sumac image build --board` makes one")))?;
+    let image = image.ok_or_else(|| {
+        Failure::Input(anyhow!("no image: `sumac image build --board KIND` makes one, or --image names one"))
+    })?;
     let SocketAddr::V4(controller) = args.controller else {
         return Err(Failure::Input(anyhow!("--controller {}: the board speaks IPv4", args.controller)));
     };

@@ -91,6 +91,8 @@ pub(crate) struct SelftestArgs {
 /// Test the links, and fail if one is bad.
 pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
     args.check().map_err(Failure::Input)?;
+    let attach = if args.verbs.is_empty() { Attach::Udp } else { Attach::Verbs };
+    options::check_built(attach).map_err(Failure::Input)?;
     let mut supervisor = None;
     let controller = match args.controller.named()? {
         Some(addr) => addr,
@@ -101,7 +103,6 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
             };
             let layout = layout.map_err(Failure::Input)?;
             let started = supervisor.insert(Supervisor::new(ProgressBar::hidden(), verbose)?);
-            let attach = if args.verbs.is_empty() { Attach::Udp } else { Attach::Verbs };
             let device_options = args.verbs.of_devices(attach, layout.devices.len());
             cluster::start(started, &ClusterConfig { device_options, ..ClusterConfig::new(&layout) })?.addr
         }
