@@ -19,6 +19,7 @@ mod control;
 mod engine;
 mod function;
 mod functions;
+mod redo;
 mod shard;
 #[cfg(test)]
 mod tests;

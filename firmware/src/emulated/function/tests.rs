@@ -27,7 +27,7 @@ impl Rig {
         let connection = listener.accept(LONG).expect("welcome").expect("it waits");
         let engine = EmuEngine::start(DmaConfig::new(Profile::Full, 1)).expect("an engine");
         let engine = BoardEngine::Emulated(Box::new(engine));
-        let redo = Arc::new(Region::create(4096, Pages::Normal).expect("memory"));
+        let redo = Region::create(4096, Pages::Normal).expect("memory");
         let device = (BootId(1), *engine.capabilities());
         let bells = Bells::new().expect("an epoll");
         let function = Attached::create(OWNER, connection, device, (&redo, (0, 4096, 1)), &bells);
