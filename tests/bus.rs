@@ -15,8 +15,8 @@ use sumac_hal::mmio::{
 use sumac_hal::ring::{Consumer, Patience, Producer};
 use sumac_hal::shard::RUN;
 use sumac_hal::shm::{
-    AttachRefusal, Bell, Connection, Function, FunctionQueue, FunctionRing, Message, Pages, ReadOnly, Region,
-    SocketError, Waiter, machine,
+    AttachRefusal, Bell, Connection, DeviceUsers, Function, FunctionQueue, FunctionRing, Message, Pages, ReadOnly,
+    Region, SocketError, Waiter, machine,
 };
 
 const LONG: Duration = Duration::from_secs(20);
@@ -76,6 +76,7 @@ fn join(cluster: &Cluster, job: &str, rank: u32, world: u32) -> Seat {
         max_packet_len_bytes: 65_000,
         attach: Attach::Shm,
         machine: machine(),
+        device_users: DeviceUsers::own(),
         terms: Terms::default(),
     };
     let joined = Session::join(cluster.controller.local_addr(), request, LONG, |_| None).expect("join");

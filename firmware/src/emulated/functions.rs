@@ -46,6 +46,9 @@ use thiserror::Error;
 /// Regions of all functions.
 const REGIONS: usize = 4096;
 
+/// Bytes of all functions' regions: half of what an address space of 47 bits has, as the device maps them.
+const REGIONS_MAX_BYTES: u64 = 1 << 46;
+
 /// Regions of one function: what a program allocates, and its bounce buffer.
 const REGIONS_PER_FUNCTION: usize = 256;
 
@@ -157,7 +160,9 @@ impl Functions {
         engine.file().into_iter().try_for_each(|file| bells.add_connection(file, ENGINE))?;
         Ok(Self {
             engine,
-            regions: Box::new(RegionTable::new(REGIONS_PER_FUNCTION)),
+            regions: Box::new(
+                RegionTable::new(REGIONS_PER_FUNCTION).with_max_bytes(config.rank_memory_bytes, REGIONS_MAX_BYTES),
+            ),
             redo: RedoMemories::new(REGIONS as u16, config.redo_memory_bytes),
             bells,
             doorbell,
