@@ -15,8 +15,8 @@ use sumac_hal::mmio::{
 use sumac_hal::ring::{Consumer, Patience, Producer};
 use sumac_hal::shard::RUN;
 use sumac_hal::shm::{
-    AttachRefusal, Bell, Connection, Function, FunctionQueue, FunctionRing, Message, Pages, ReadOnly, Region,
-    SocketError, Waiter, machine,
+    AttachRefusal, Bell, Connection, DeviceUsers, Function, FunctionQueue, FunctionRing, Message, Pages, ReadOnly,
+    Region, SocketError, Waiter, machine,
 };
 
 const LONG: Duration = Duration::from_secs(20);
@@ -76,6 +76,7 @@ fn join(cluster: &Cluster, job: &str, rank: u32, world: u32) -> Seat {
         max_packet_len_bytes: 65_000,
         attach: Attach::Shm,
         machine: machine(),
+        device_users: DeviceUsers::own(),
         terms: Terms::default(),
     };
     let joined = Session::join(cluster.controller.local_addr(), request, LONG, |_| None).expect("join");
@@ -384,33 +385,63 @@ fn a_rank_that_leaves_its_answers_gets_nothing_more_in() {
     rank.all_reduce(key, 1024);
 }
 
-/// A record of a job before would vouch for that job's data.
+/// Return all that a rank can read of redo slots.
+fn redo_memory(rank: &Attached) -> Vec<u8> {
+    const STEP: usize = 64;
+    let (redo, ..) = &rank.redo;
+    let (mut bytes, mut step) = (Vec::new(), [0; STEP]);
+    while redo.read(bytes.len() as u64, &mut step) {
+        bytes.extend(step);
+    }
+    let mut last = [0];
+    while redo.read(bytes.len() as u64, &mut last) {
+        bytes.extend(last);
+    }
+    bytes
+}
+
+/// Tell how often a value is somewhere in memory.
+fn count(memory: &[u8], value: f32) -> usize {
+    memory.as_chunks::<4>().0.iter().filter(|word| f32::from_le_bytes(**word) == value).count()
+}
+
+/// Sums are in the redo slots, also of who has nothing to do with whoever reads there.
 #[test]
-fn redo_slots_come_without_the_records_of_a_job_before() {
+fn redo_memory_holds_its_own_group_alone_and_nothing_from_before() {
+    const ELEMENTS: usize = 1 << 18;
     let cluster = Cluster::start(1, 1);
-    let records = |rank: &Attached| {
-        let (redo, start, slot_len_bytes, slots) = &rank.redo;
-        let records = (0..*slots).map(|slot| {
-            let mut record = [0; 16];
-            assert!(redo.read(start + u64::from(slot) * u64::from(*slot_len_bytes), &mut record));
-            record
-        });
-        (*start, records.filter(|record| *record != [0; 16]).count())
+    let sum = |rank: &mut Attached, value: f32| {
+        let region = Region::create(ELEMENTS * 4, Pages::Normal).expect("memory");
+        let key = rank.register(1, &region);
+        fill(&region, ELEMENTS, |_| value);
+        rank.all_reduce(key, ELEMENTS);
+        assert_eq!(rank.command(AdminCommand::Deregister { region: key }).0, EntryStatus::Result);
     };
-    let mut rank = attach(join(&cluster, "before", 0, 1));
-    let region = Region::create(1 << 20, Pages::Normal).expect("memory");
-    let key = rank.register(1, &region);
-    rank.all_reduce(key, 1 << 18);
-    let (place, published) = records(&rank);
-    assert!(published > 0, "what was answered is published");
-    rank.seat.session.leave();
+    let is_zero = |rank: &Attached| redo_memory(rank).iter().all(|&byte| byte == 0);
+    let (secret, own) = (1234.5, 77.25);
+    let mut victim = attach(join(&cluster, "victim", 0, 1));
+    assert!(is_zero(&victim), "it is fresh");
+    sum(&mut victim, secret);
+    let published = redo_memory(&victim);
+    assert!(count(&published, secret) > 0, "what was answered is published");
+    // Another job on the same device, at the same time.
+    let mut other = attach(join(&cluster, "other", 0, 1));
+    assert!(is_zero(&other), "there is more than the group's own");
+    sum(&mut other, own);
+    let found = redo_memory(&other);
+    assert_eq!((count(&found, secret), count(&found, own) > 0), (0, true));
+    assert!(redo_memory(&victim) == published, "nobody else's slots are there");
+    let (_, start, slot_len_bytes, slots) = other.redo;
+    assert_eq!((start, found.len()), (0, slot_len_bytes as usize * slots as usize), "and not a byte more");
+    // One that comes when both have gone, and takes what they have had.
+    victim.seat.session.leave();
+    other.seat.session.leave();
     let deadline = Instant::now() + LONG;
     while !status(cluster.controller.local_addr()).expect("a report").jobs.is_empty() {
-        assert!(Instant::now() < deadline, "the job ends with its rank");
+        assert!(Instant::now() < deadline, "a job ends with its rank");
         std::thread::yield_now();
     }
-    let after = attach(join(&cluster, "after", 0, 1));
-    assert_eq!(records(&after), (place, 0), "in the same memory");
+    assert!(is_zero(&attach(join(&cluster, "after", 0, 1))), "a job before has left something");
 }
 
 /// Memory that a rank has handed over goes with the rank, however it goes.
@@ -432,7 +463,6 @@ fn nothing_of_a_rank_that_is_gone_stays() {
         }
     }
     let deadline = Instant::now() + LONG;
-    // Its own redo memory is named like a region, and stays.
     while mapped() > before || std::fs::read_dir("/proc/self/fd").expect("Linux tells").count() > fds {
         assert!(Instant::now() < deadline, "{} mappings, {before} before", mapped());
         std::thread::yield_now();

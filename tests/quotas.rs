@@ -16,7 +16,7 @@ use sumac::controller::{Controller, ControllerConfig, Quota, Quotas, status};
 use sumac::{Algo, Communicator, Dtype, JoinConfig, OpDesc, Outcome, Path, ReduceOp};
 use sumac_firmware::emulated::{Board, BoardConfig, BusConfig};
 use sumac_hal::ctrl::{
-    Announce, Bus, DeviceCapabilities, Envelope, FrameReader, Greeting, Name, Request, Response, send,
+    Announce, Bus, BusUser, DeviceCapabilities, Envelope, FrameReader, Greeting, Name, Request, Response, send,
 };
 use sumac_hal::ids::BootId;
 use sumac_hal::port::Addr;
@@ -245,7 +245,13 @@ fn unreachable(controller: SocketAddr, name: &str) -> Arc<AtomicU32> {
             collectives: u32::MAX,
         },
         data_addrs: [Addr::Udp(SocketAddr::from(([127, 0, 0, 1], 9)))].into_iter().collect(),
-        bus: Some(Bus { machine, socket: short("nobody-listens-here"), redo_memory_bytes: 1 << 30, remote: None }),
+        bus: Some(Bus {
+            machine,
+            socket: short("nobody-listens-here"),
+            user: BusUser::ROOT,
+            redo_memory_bytes: 1 << 30,
+            remote: None,
+        }),
     };
     let mut stream = TcpStream::connect(controller).expect("a controller");
     send(&mut stream, &Greeting::Device(announce.clone())).expect("it listens");

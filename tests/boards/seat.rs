@@ -15,7 +15,9 @@ use sumac_hal::mmio::{
     queue_stride_bytes,
 };
 use sumac_hal::ring::{Consumer, Producer};
-use sumac_hal::shm::{AttachRefusal, BarMemory, Connection, Function, FunctionRing, Message, SocketError, machine};
+use sumac_hal::shm::{
+    AttachRefusal, BarMemory, Connection, DeviceUsers, Function, FunctionRing, Message, SocketError, machine,
+};
 
 const LONG: Duration = Duration::from_secs(20);
 
@@ -92,6 +94,7 @@ pub(crate) fn join(controller: SocketAddr, job: &str) -> [Joined; 2] {
             max_packet_len_bytes: 65_000,
             attach: Attach::Shm,
             machine: machine(),
+            device_users: DeviceUsers::own(),
             terms: Terms::default(),
         };
         let (session, membership) = Session::join(controller, request, LONG, |_| None).expect("join");

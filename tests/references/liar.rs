@@ -17,7 +17,7 @@ use sumac_hal::mmio::{
 use sumac_hal::remote::handshake::{Answer, Call, Challenge};
 use sumac_hal::remote::{Access, Carrier, CarrierError, Exchange, ExchangeLink, Memory, RankLink};
 use sumac_hal::ring::{Consumer, Producer};
-use sumac_hal::shm::{Function, FunctionRing, Pages, Region};
+use sumac_hal::shm::{DeviceUsers, Function, FunctionRing, Pages, Region};
 
 const LONG: Duration = Duration::from_secs(20);
 const EXCHANGE: &str = "exchange:liar";
@@ -51,6 +51,7 @@ impl Hand {
             max_packet_len_bytes: 65_000,
             attach: Attach::Rdma,
             machine: None,
+            device_users: DeviceUsers::own(),
             terms: Terms::default(),
         };
         let joined = Session::join(cluster.controller.local_addr(), request, LONG, |_| None).expect("join");

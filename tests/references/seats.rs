@@ -8,7 +8,7 @@ use sumac::controller::{Session, status};
 use sumac::plan::Child;
 use sumac::{Attach, Order};
 use sumac_hal::ids::Rank;
-use sumac_hal::shm::machine;
+use sumac_hal::shm::{DeviceUsers, machine};
 use sumac_tests::oracle::Shape;
 
 const LONG: Duration = Duration::from_secs(20);
@@ -32,6 +32,7 @@ pub(crate) fn memberships(
             max_packet_len_bytes: 65_000,
             attach,
             machine: machine(),
+            device_users: DeviceUsers::own(),
             terms: Terms::default(),
         };
         Session::join(cluster.controller.local_addr(), request, LONG, |_| None).expect("join")

@@ -319,6 +319,7 @@ impl<S: Memory<SUBMISSION_WORDS>, C: Memory<COMPLETION_WORDS>, B: Backlog> Funct
         let key = match regions.register(self.id, len_bytes) {
             Ok(key) => key,
             Err(RegisterError::Empty) => return Ok(Err(EntryStatus::OutOfBounds)),
+            Err(RegisterError::ShareBytes { .. }) => return Ok(Err(EntryStatus::Quota)),
             Err(_) => return Ok(Err(EntryStatus::NoRoom)),
         };
         if let Err(status) = mappings.map(key, memory, offset_bytes, len_bytes) {

@@ -17,10 +17,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::thread::JoinHandle;
-use sumac_hal::ctrl::{self, Name};
+use sumac_hal::ctrl::{self, BusUser, Name};
 use sumac_hal::dma::Profile;
 use sumac_hal::ids::BootId;
-use sumac_hal::shm::{Listener, machine};
+use sumac_hal::shm::{DeviceUsers, Listener, machine};
 use sumac_hal::udp::Waker;
 
 /// What a board's engine is, for contributions by reference.
@@ -34,11 +34,22 @@ pub struct BusConfig {
     pub strict: bool,
     /// Memory for redo slots, in bytes.
     pub redo_memory_bytes: usize,
+    /// The memory that one rank may register, in bytes; more is refused as [`EntryStatus::Quota`]. A rank takes part in
+    /// each group by a registration of its own.
+    ///
+    /// [`EntryStatus::Quota`]: sumac_hal::mmio::EntryStatus::Quota
+    pub rank_memory_bytes: u64,
 }
 
 impl Default for BusConfig {
     fn default() -> Self {
-        Self { profile: Profile::Full, threads: 2, strict: false, redo_memory_bytes: 32 << 20 }
+        Self {
+            profile: Profile::Full,
+            threads: 2,
+            strict: false,
+            redo_memory_bytes: 32 << 20,
+            rank_memory_bytes: 256 << 30,
+        }
     }
 }
 
@@ -75,10 +86,13 @@ impl Bus {
     ) -> Result<Option<Self>, BoardError> {
         let Some(machine) = machine() else { return Ok(None) };
         let name = format!("sumac-{:016x}", boot_id.0);
-        let listener = Listener::bind(&name).map_err(BoardError::Bus)?;
+        // What proves a rank is its key. Who may dial is the administrator's choice.
+        let users = DeviceUsers::from_env()?;
+        let user = BusUser { uid: users.own, serves_all: users.serve_all() };
+        let listener = Listener::bind(&name).map_err(BoardError::Bus)?.serving_all(user.serves_all);
         let Ok(socket) = Name::try_from(name.as_str()) else { return Ok(None) };
         let redo_memory_bytes = config.redo_memory_bytes as u64;
-        let announced = ctrl::Bus { machine, socket, redo_memory_bytes, remote: None };
+        let announced = ctrl::Bus { machine, socket, user, redo_memory_bytes, remote: None };
         let system = |source: rustix::io::Errno| BoardError::System { what: "an event", source: source.into() };
         let event = eventfd(0, EventfdFlags::CLOEXEC).map_err(system)?;
         let stop = Arc::new(Stop { is_set: AtomicBool::new(false), event });

@@ -16,7 +16,6 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
 use std::time::Duration;
 use sumac_device::Node;
 use sumac_device::function::{self, Backlog, FunctionEnd, Mappings};
@@ -133,8 +132,8 @@ enum Way {
     Far(Box<Far>),
 }
 
-/// The redo memory, and where the group's slots are in it: start, length of each, number.
-type Redo<'a> = (&'a Arc<Region>, (u64, usize, usize));
+/// The redo memory of the rank's group, and where the slots are in it: start, length of each, number.
+pub(super) type Redo<'a> = (&'a Region, (u64, usize, usize));
 
 impl Hearing {
     /// Take what the connection says; what rings a bell says nothing.

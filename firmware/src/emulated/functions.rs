@@ -14,11 +14,13 @@
 //! - a function touches its own rings, memory and connection only; one that breaks a ring or an entry is hung up on, and
 //!   nobody else notices;
 //! - chunks taken and not answered never exceed the completion ring, so that an answer always has its place;
-//! - memory is unmapped when its last use has been released, also that of ranks that are gone.
+//! - memory is unmapped when its last use has been released, also that of ranks that are gone;
+//! - a rank is given the redo slots of its own group, and no byte of another's ([`RedoMemories`]).
 
 use super::bus::{Arrival, BusConfig, Caller, Neighbour};
 use super::engine::BoardEngine;
 use super::function::{Attached, DEPTH, Ended, take_away};
+use super::redo::RedoMemories;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -28,7 +30,7 @@ use std::time::Duration;
 use sumac_device::function::hand_out;
 use sumac_device::{AttachError, Node};
 use sumac_hal::ctrl::{GroupConfig, NoBus, Refusal, send};
-use sumac_hal::dma::{Address, Capabilities, Completion, Engine, RegionKey, RegionTable, Span, Status, Tag};
+use sumac_hal::dma::{Capabilities, Completion, Engine, RegionKey, RegionTable, Span, Status, Tag};
 use sumac_hal::emu::dma::{DmaConfig, EmuEngine, StartError, Strictness};
 use sumac_hal::hosted::HostedPort;
 use sumac_hal::ids::{BootId, ChildIndex, Epoch, FunctionId, GroupId};
@@ -36,7 +38,7 @@ use sumac_hal::port::WaitPort;
 use sumac_hal::remote::LinkFailure;
 use sumac_hal::remote::handshake::{Answer, Call, Challenge, Seat};
 use sumac_hal::ring::{Doorbell, Patience};
-use sumac_hal::shm::{AttachRefusal, Bells, MemoryError, Message, Pages, Region, SocketError};
+use sumac_hal::shm::{AttachRefusal, Bells, Message, SocketError};
 use sumac_hal::time::Instant;
 use sumac_hal::udp::Waker;
 use thiserror::Error;
@@ -44,14 +46,11 @@ use thiserror::Error;
 /// Regions of all functions.
 const REGIONS: usize = 4096;
 
+/// Bytes of all functions' regions: half of what an address space of 47 bits has, as the device maps them.
+const REGIONS_MAX_BYTES: u64 = 1 << 46;
+
 /// Regions of one function: what a program allocates, and its bounce buffer.
 const REGIONS_PER_FUNCTION: usize = 256;
-
-/// The redo slots' place among the engine's regions, behind those that the table gives out.
-const REDO: RegionKey = RegionKey { index: REGIONS as u16, generation: 1 };
-
-/// The record at the head of a redo slot.
-const RECORD_LEN_BYTES: usize = 16;
 
 /// Chains that write no more than this are done by the shard itself: some microseconds' work, which is less than waking
 /// an engine's thread takes.
@@ -82,9 +81,6 @@ const ENGINE: u64 = u64::MAX;
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum BusError {
-    /// No memory for redo slots.
-    #[error("redo slots: {0}")]
-    Memory(#[from] MemoryError),
     /// No engine.
     #[error(transparent)]
     Engine(#[from] StartError),
@@ -110,7 +106,7 @@ struct Link {
 pub(super) struct Functions {
     engine: BoardEngine,
     regions: Box<RegionTable<REGIONS>>,
-    redo: Arc<Region>,
+    redo: RedoMemories,
     /// What ranks and connections wake.
     bells: Bells,
     /// What the engine rings while the shard sleeps.
@@ -150,25 +146,24 @@ impl Functions {
         let threads = config.threads - usize::from(helps);
         let dma = DmaConfig {
             helps,
-            regions: REGIONS + 1,
+            regions: REGIONS + RedoMemories::MAX,
             inline_len_bytes: INLINE_LEN_BYTES,
             strictness: if config.strict { Strictness::Strict } else { Strictness::Hardware },
             ..DmaConfig::new(config.profile, threads)
         };
         let engine = EmuEngine::start_notifying(dma, Some(notify))?;
-        let mut engine = match remote {
+        let engine = match remote {
             None => BoardEngine::Emulated(Box::new(engine)),
-            Some((name, prefer)) => BoardEngine::remote(engine, name, prefer, REGIONS + 1)?,
+            Some((name, prefer)) => BoardEngine::remote(engine, name, prefer, REGIONS + RedoMemories::MAX)?,
         };
-        let redo = Arc::new(Region::create(config.redo_memory_bytes, Pages::Normal)?);
-        // The first one there, and the table is longer than its index.
-        engine.map_own(REDO, redo.clone())?;
         let bells = Bells::new()?;
         engine.file().into_iter().try_for_each(|file| bells.add_connection(file, ENGINE))?;
         Ok(Self {
             engine,
-            regions: Box::new(RegionTable::new(REGIONS_PER_FUNCTION)),
-            redo,
+            regions: Box::new(
+                RegionTable::new(REGIONS_PER_FUNCTION).with_max_bytes(config.rank_memory_bytes, REGIONS_MAX_BYTES),
+            ),
+            redo: RedoMemories::new(REGIONS as u16, config.redo_memory_bytes),
             bells,
             doorbell,
             // The shard, its engine, and a rank.
@@ -195,11 +190,9 @@ impl Functions {
         Ok(rustix::io::fcntl_dupfd_cloexec(self.bells.as_fd(), 0)?)
     }
 
-    /// Return the memory of redo slots as the node is to use it.
+    /// Return the memory of redo slots as the node is to use it: no more than so much for all groups, each in its own.
     pub(super) fn redo_memory(&self) -> (Span, Capabilities) {
-        use sumac_hal::dma::DmaMemory;
-        let address = Address { region: REDO, offset_bytes: 0 };
-        (Span { address, len_bytes: self.redo.len_bytes() as u64 }, *self.engine.capabilities())
+        (self.redo.budget(), *self.engine.capabilities())
     }
 
     /// Reserve what a new group's children by reference need, and let them attach.
@@ -214,7 +207,7 @@ impl Functions {
             AttachError::Steps { .. } | AttachError::Chunk { .. } => Refusal::NoBus(NoBus::Engine),
             _ => Refusal::NoBus(NoBus::Groups),
         })?;
-        self.clear_records(node, config.group);
+        self.redo.give(node, config.group, &mut self.engine)?;
         self.links.extend(owners.into_iter().map(|(child, function)| Link {
             group: config.group,
             epoch: config.epoch,
@@ -226,17 +219,10 @@ impl Functions {
         Ok(())
     }
 
-    /// Take back what was published in a new group's redo slots by those that had the memory before: who looks for a
-    /// result of this group finds only this group's. What a record does not vouch for, nobody reads.
-    fn clear_records(&self, node: &Node<'_>, group: GroupId) {
-        let Some((start, slot_len_bytes, slots)) = node.redo_slots(group) else { return };
-        let heads = (0..slots).map(|slot| start as usize + slot * slot_len_bytes);
-        heads.for_each(|head| self.redo.write(head, &[0; RECORD_LEN_BYTES]));
-    }
-
     /// Forget the children of groups that are gone.
     pub(super) fn forget_gone(&mut self, node: &Node<'_>) {
         self.links.retain(|link| node.has_group(link.group));
+        self.redo.take_back(node, &mut self.engine);
     }
 
     /// Take in who has arrived, and what connections say.
@@ -273,13 +259,12 @@ impl Functions {
             Some(link) if link.attached => Some(AttachRefusal::Attached),
             Some(_) => None,
         };
-        let (Some(link), Some(redo), None) = (link, node.redo_slots(group), refused) else {
+        let (Some(link), Some(redo), None) = (link, self.redo.slots(node, group), refused) else {
             let reason = refused.unwrap_or(AttachRefusal::Stranger);
             return connection.send(&Message::Refused { reason }, None);
         };
         let capabilities = *self.engine.capabilities();
-        match Attached::create(link.function, connection, (self.boot_id, capabilities), (&self.redo, redo), &self.bells)
-        {
+        match Attached::create(link.function, connection, (self.boot_id, capabilities), redo, &self.bells) {
             Ok(attached) => {
                 link.attached = true;
                 tracing::debug!(%group, %child, function = %link.function, "attached");
@@ -433,6 +418,7 @@ impl Functions {
                 in_use
             });
         }
+        self.redo.take_back_ended(node, &mut self.engine);
         let mut at = 0;
         while at < self.attached.len() {
             let function = &mut self.attached[at];

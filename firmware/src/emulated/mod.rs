@@ -19,6 +19,7 @@ mod control;
 mod engine;
 mod function;
 mod functions;
+mod redo;
 mod shard;
 #[cfg(test)]
 mod tests;
@@ -36,7 +37,7 @@ use sumac_hal::hosted::HostedError;
 use sumac_hal::ids::BootId;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::MAX_SHARDS;
-use sumac_hal::shm::SocketError;
+use sumac_hal::shm::{DeviceUserError, SocketError};
 use sumac_hal::udp::UdpConfig;
 use thiserror::Error;
 
@@ -141,6 +142,9 @@ pub enum BoardError {
     /// There is nothing to contribute by reference with.
     #[error("contributions by reference: {0}; start the device without its bus to do without them")]
     References(#[from] BusError),
+    /// Whose devices ranks let in is not told in order.
+    #[error(transparent)]
+    Users(#[from] DeviceUserError),
     /// Nobody can attach.
     #[error("bus: {0}; start the device without it to do without contributions by reference")]
     Bus(SocketError),

@@ -3,13 +3,13 @@
 //! Nothing here waits for a worker longer than it is told to: one that hangs in the driver is killed, and left behind if
 //! that has no effect yet.
 
+use super::sealed::SealedImage;
 use super::session::Session;
 use super::verbs::{Command, Event, Outcome, Progress};
 use super::worker::{Order, Said};
 use crate::rshim::Misc;
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
-use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
 use std::process::{Child, ChildStdin, ChildStdout, Stdio};
@@ -23,10 +23,8 @@ use sumac_hal::time::Instant;
 /// The stream to write, checked beforehand.
 #[derive(Debug)]
 pub struct Image {
-    /// The file, read from its first byte.
-    pub file: File,
-    /// How long it is, in bytes.
-    pub len_bytes: u64,
+    /// Its bytes, as they were checked.
+    pub bytes: SealedImage,
     /// What its SHA-256 was when it was checked.
     pub sha256: [u8; 32],
 }
@@ -158,8 +156,9 @@ impl<S: FnMut(Role, Stdio) -> io::Result<Child>> Workers<S> {
             true => vec![Event::Closed],
             false => vec![Event::WriteFailed(Errno::PIPE), Event::Closed],
         };
-        let spawned = image.ok_or(io::ErrorKind::NotFound.into()).and_then(|Image { file, len_bytes, sha256 }| {
-            let process = (self.spawn)(Role::Boot { len_bytes, sha256 }, file.into())?;
+        let spawned = image.ok_or(io::ErrorKind::NotFound.into()).and_then(|Image { bytes, sha256 }| {
+            let len_bytes = bytes.len_bytes();
+            let process = (self.spawn)(Role::Boot { len_bytes, sha256 }, bytes.into_stdin())?;
             Worker::watch(process, self.sender.clone(), at_end)
         });
         match spawned {

@@ -135,7 +135,7 @@ pub enum Failure {
         /// What the system says.
         error: String,
     },
-    /// The file is not the one that was checked.
+    /// The bytes on their way to the card are not those that were checked, though these were sealed.
     #[error("the image changed after it was checked; its last bytes were held back, so it can't boot")]
     ImageChanged,
     /// The file can't be read any more.
@@ -257,7 +257,9 @@ impl Failure {
             }
             Self::Locked => ("locked", 26, "wait for it to end"),
             Self::Permission => ("permission", 27, "run it as root, or as a user with rights on the card's nodes"),
-            Self::ImageChanged => ("image-changed", 28, "see who writes to the file, and flash again"),
+            Self::ImageChanged => {
+                ("image-changed", 28, "the copy in memory is damaged: check the host's memory, and flash again")
+            }
             Self::Image(_) => ("image", 29, "see that the file system with the image is healthy, and flash again"),
             Self::Io { .. } => ("io", 30, "see the system log of the rshim service"),
             Self::Interrupted { .. } => ("interrupted", 130, "flash again before the card is used"),

@@ -10,6 +10,7 @@
 mod check;
 mod drive;
 mod failure;
+mod sealed;
 mod session;
 #[cfg(test)]
 mod tests;
@@ -19,6 +20,7 @@ mod worker;
 pub use check::{STREAM_MAX_BYTES, Terms, check, usable};
 pub use drive::{Image, Interrupter, Role, Workers};
 pub use failure::{Failure, Refusal, Stage};
+pub use sealed::{SealError, SealedImage};
 pub use session::Session;
 pub use verbs::{Command, Event, Goal, Limits, Outcome, Progress, Restored, Until};
 pub use worker::{serve_boot, serve_misc};

@@ -51,10 +51,31 @@ pub struct Bus {
     pub machine: Name,
     /// The name that the device listens on.
     pub socket: Name,
+    /// Whose process listens there.
+    pub user: BusUser,
     /// The memory for redo slots, in bytes.
     pub redo_memory_bytes: u64,
     /// Where ranks of other hosts ask to be let in ([`remote`](crate#by-reference)), over TCP; `None` if they can't.
     pub remote: Option<SocketAddr>,
+}
+
+/// The user of the process that a device's bus is reached by, as its system numbers users.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BusUser {
+    /// The user.
+    pub uid: u32,
+    /// Whether ranks of all users are let in, not only of this one and of the superuser.
+    pub serves_all: bool,
+}
+
+impl BusUser {
+    /// The superuser, whose device serves all.
+    pub const ROOT: Self = Self { uid: 0, serves_all: true };
+
+    /// Tell whether ranks of a user are let in.
+    pub const fn serves(self, rank: u32) -> bool {
+        self.serves_all || rank == self.uid || rank == 0
+    }
 }
 
 /// A set of a node's children.

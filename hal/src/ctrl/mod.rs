@@ -21,7 +21,7 @@ mod stream;
 mod tests;
 
 pub use messages::{
-    Announce, Bus, ChildMask, DeviceCapabilities, Envelope, Greeting, GroupConfig, MAX_NAME_LEN, Name, NoBus,
+    Announce, Bus, BusUser, ChildMask, DeviceCapabilities, Envelope, Greeting, GroupConfig, MAX_NAME_LEN, Name, NoBus,
     NodeParent, Order, Refusal, Request, Response, SharedLink, TimersConfig, TreeConfig,
 };
 pub use stats::{Counters, DropReason, StackUse, Stats};
@@ -34,7 +34,7 @@ use serde::de::DeserializeOwned;
 use thiserror::Error;
 
 /// The version of the messages; raised with any change of their bytes.
-pub const VERSION: u16 = 9;
+pub const VERSION: u16 = 10;
 
 /// The length of a frame's header in bytes.
 pub const FRAME_HEADER_LEN: usize = 12;

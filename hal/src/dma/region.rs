@@ -18,6 +18,8 @@ use crate::ids::FunctionId;
 pub struct RegionTable<const N: usize> {
     entries: [Entry; N],
     per_owner_max: usize,
+    per_owner_max_bytes: u64,
+    max_bytes: u64,
 }
 
 /// Consecutive bytes of registered memory.
@@ -43,6 +45,31 @@ pub enum RegisterError {
         owner: FunctionId,
         /// The share.
         max: usize,
+    },
+    /// The owner's regions would be longer, together, than its share.
+    #[error(
+        "{len_bytes} bytes more than the {held_bytes} that {owner} has registered exceed its share of {max_bytes} bytes: \
+         deregister a region first"
+    )]
+    ShareBytes {
+        /// Who.
+        owner: FunctionId,
+        /// What was to be registered.
+        len_bytes: u64,
+        /// What is, with what is deregistered and still in use.
+        held_bytes: u64,
+        /// The share.
+        max_bytes: u64,
+    },
+    /// All regions would be longer, together, than the device can reach.
+    #[error("{len_bytes} bytes more than the {held_bytes} that are registered exceed the device's {max_bytes} bytes")]
+    FullBytes {
+        /// What was to be registered.
+        len_bytes: u64,
+        /// What is.
+        held_bytes: u64,
+        /// What can be.
+        max_bytes: u64,
     },
     /// The table is full.
     #[error("all {capacity} regions of the device are registered: deregister one first")]
@@ -108,7 +135,15 @@ impl<const N: usize> RegionTable<N> {
     pub const fn new(per_owner_max: usize) -> Self {
         const { assert!(N > 0 && N <= 1 << 16, "a region's index has 16 bits") };
         let entry = Entry { generation: 0, uses: 0, len_bytes: 0, state: State::Free };
-        Self { entries: [entry; N], per_owner_max }
+        Self { entries: [entry; N], per_owner_max, per_owner_max_bytes: u64::MAX, max_bytes: u64::MAX }
+    }
+
+    /// Limit the bytes of the regions that each owner may have, and of all regions. What is deregistered and still in use
+    /// counts.
+    #[must_use]
+    pub const fn with_max_bytes(mut self, per_owner_max_bytes: u64, max_bytes: u64) -> Self {
+        (self.per_owner_max_bytes, self.max_bytes) = (per_owner_max_bytes, max_bytes);
+        self
     }
 
     /// Register `len_bytes` bytes of `owner`.
@@ -122,6 +157,18 @@ impl<const N: usize> RegionTable<N> {
         let owned = self.entries.iter().filter(|entry| entry.owner() == Some(owner)).count();
         if owned >= self.per_owner_max {
             return Err(RegisterError::Share { owner, max: self.per_owner_max });
+        }
+        // The sums fit: each was checked against a limit when the last region came to it.
+        let held = |is_counted: &dyn Fn(&Entry) -> bool| -> u64 {
+            self.entries.iter().filter(|entry| is_counted(entry)).map(|entry| entry.len_bytes).sum()
+        };
+        let (held_bytes, max_bytes) = (held(&|entry| entry.owner() == Some(owner)), self.per_owner_max_bytes);
+        if held_bytes.checked_add(len_bytes).is_none_or(|bytes| bytes > max_bytes) {
+            return Err(RegisterError::ShareBytes { owner, len_bytes, held_bytes, max_bytes });
+        }
+        let (held_bytes, max_bytes) = (held(&|entry| entry.owner().is_some()), self.max_bytes);
+        if held_bytes.checked_add(len_bytes).is_none_or(|bytes| bytes > max_bytes) {
+            return Err(RegisterError::FullBytes { len_bytes, held_bytes, max_bytes });
         }
         let usable = |entry: &Entry| entry.state == State::Free && entry.generation < u32::MAX;
         let index = self.entries.iter().position(usable).ok_or(RegisterError::Full { capacity: N })?;

@@ -170,7 +170,9 @@ struct Known {
 proptest! {
     #[test]
     fn regions_follow_the_model(operations in prop::collection::vec(operation(), 0..200)) {
-        let mut table = RegionTable::<4>::new(2);
+        const OWNER_BYTES: u64 = 40;
+        const ALL_BYTES: u64 = 60;
+        let mut table = RegionTable::<4>::new(2).with_max_bytes(OWNER_BYTES, ALL_BYTES);
         let mut known: BTreeMap<RegionKey, Known> = BTreeMap::new();
         let mut holds: Vec<RegionKey> = Vec::new();
         for operation in operations {
@@ -179,15 +181,29 @@ proptest! {
             let taken = |known: &BTreeMap<RegionKey, Known>, owner: Option<u32>| {
                 known.values().filter(|k| (k.live || k.uses > 0) && owner.is_none_or(|owner| k.owner == owner)).count()
             };
+            let bytes = |known: &BTreeMap<RegionKey, Known>, owner: Option<u32>| -> u64 {
+                let there = known.values().filter(|k| (k.live || k.uses > 0) && owner.is_none_or(|owner| k.owner == owner));
+                there.map(|k| k.len_bytes).sum()
+            };
             match operation {
                 Operation::Register { owner, len_bytes } => match table.register(FunctionId(owner), len_bytes) {
                     Ok(key) => {
                         prop_assert!(len_bytes > 0 && taken(&known, Some(owner)) < 2 && taken(&known, None) < 4);
+                        prop_assert!(bytes(&known, Some(owner)) + len_bytes <= OWNER_BYTES);
+                        prop_assert!(bytes(&known, None) + len_bytes <= ALL_BYTES);
                         let new = known.insert(key, Known { owner, len_bytes, live: true, uses: 0 });
                         prop_assert!(new.is_none(), "a key is given out once");
                     }
                     Err(RegisterError::Empty) => prop_assert_eq!(len_bytes, 0),
                     Err(RegisterError::Share { .. }) => prop_assert_eq!(taken(&known, Some(owner)), 2),
+                    Err(RegisterError::ShareBytes { held_bytes, .. }) => {
+                        prop_assert_eq!(held_bytes, bytes(&known, Some(owner)));
+                        prop_assert!(held_bytes + len_bytes > OWNER_BYTES);
+                    }
+                    Err(RegisterError::FullBytes { held_bytes, .. }) => {
+                        prop_assert_eq!(held_bytes, bytes(&known, None));
+                        prop_assert!(held_bytes + len_bytes > ALL_BYTES);
+                    }
                     Err(RegisterError::Full { .. }) => prop_assert_eq!(taken(&known, None), 4),
                 },
                 Operation::Deregister { owner, key } => {

@@ -32,6 +32,10 @@ pub const DEPTH_MIN: u32 = 2;
 /// The largest depth of a queue.
 pub const DEPTH_MAX: u32 = 1 << 12;
 
+/// What a device's engine may ask addresses to be a multiple of, at most: a page, which memory always keeps. A host sizes
+/// buffers by it.
+pub const DMA_ALIGNMENT_MAX_BYTES: u32 = 4096;
+
 /// What a BAR's address is a multiple of.
 pub const BAR_ALIGNMENT_BYTES: usize = 4096;
 
@@ -220,6 +224,15 @@ pub enum ProbeError {
     /// Its registers contradict each other or the memory.
     #[error("the device's registers are wrong: {0}")]
     Registers(#[from] BarError),
+    /// Its engine asks for more than memory keeps.
+    #[error(
+        "the device's engine asks for addresses at multiples of {found} bytes, where memory keeps at most \
+         {DMA_ALIGNMENT_MAX_BYTES}"
+    )]
+    Alignment {
+        /// What it asks for.
+        found: u32,
+    },
     /// Its registers hold a stride or a profile that is not.
     #[error("register {offset:#x} of the device holds {value:#x}, which no device of this version has there")]
     Value {
@@ -331,6 +344,9 @@ impl<'a> Bar<'a> {
         let profile = profile.ok_or(ProbeError::Value { offset: 0x30, value: number.into() })?;
         let alignment_bytes = u32::from_le(read.dma_alignment_bytes().read());
         expect(0x3c, alignment_bytes.into(), alignment_bytes.is_power_of_two())?;
+        if alignment_bytes > DMA_ALIGNMENT_MAX_BYTES {
+            return Err(ProbeError::Alignment { found: alignment_bytes });
+        }
         let mut dma = Capabilities::new(profile, 0, 0)
             .with_alignment(alignment_bytes)
             .with_max_len(u32::from_le(read.dma_max_len_bytes().read()));

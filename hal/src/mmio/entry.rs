@@ -203,11 +203,13 @@ pub enum EntryStatus {
     Stragglers = 30,
     /// The group goes on without this rank, which did not come to an operation within its limit.
     Excluded = 31,
+    /// The rank's regions would have more bytes, together, than the device lets a rank have.
+    Quota = 32,
 }
 
 impl EntryStatus {
     /// Every status.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::Result,
         Self::Done,
         Self::Malformed,
@@ -226,6 +228,7 @@ impl EntryStatus {
         Self::Hardware,
         Self::Stragglers,
         Self::Excluded,
+        Self::Quota,
     ];
 
     /// Return the status of a number, if this version knows it.

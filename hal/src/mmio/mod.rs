@@ -20,7 +20,7 @@
 //! | 0x0030 | 4 | DMA profile, number of [`Profile`](crate::dma::Profile) | device |
 //! | 0x0034 | 4 | DMA element types, [`DtypeSet`](crate::dma::DtypeSet) | device |
 //! | 0x0038 | 4 | DMA operators, [`OpSet`](crate::dma::OpSet) | device |
-//! | 0x003c | 4 | DMA alignment in bytes | device |
+//! | 0x003c | 4 | DMA alignment in bytes, a power of two up to [`DMA_ALIGNMENT_MAX_BYTES`] | device |
 //! | 0x0040 | 4 | longest DMA step in bytes | device |
 //! | 0x1000 | 4 | control, [`HostControl`] | host |
 //! | 0x2000 | | queue 0, then the others, one stride apart | |
@@ -59,8 +59,9 @@ mod entry;
 mod tests;
 
 pub use bar::{
-    BAR_ALIGNMENT_BYTES, Bar, BarError, DEPTH_MAX, DEPTH_MIN, DeviceStatus, Features, FunctionConfig, HostControl,
-    Identity, MAGIC, ProbeError, QUEUES_MAX, Queue, VERSION_MAJOR, VERSION_MINOR, bar_len_bytes, queue_stride_bytes,
+    BAR_ALIGNMENT_BYTES, Bar, BarError, DEPTH_MAX, DEPTH_MIN, DMA_ALIGNMENT_MAX_BYTES, DeviceStatus, Features,
+    FunctionConfig, HostControl, Identity, MAGIC, ProbeError, QUEUES_MAX, Queue, VERSION_MAJOR, VERSION_MINOR,
+    bar_len_bytes, queue_stride_bytes,
 };
 pub use entry::{
     AdminCommand, COMPLETION_WORDS, CompletionEntry, Contribution, EntryError, EntryStatus, OperationLimit,

@@ -157,6 +157,8 @@ fn each_wrong_register_is_named() {
         (0x28, 0x2000, "0x28"),
         (0x30, 9, "0x30"),
         (0x38, 3 << 32, "0x3c"),
+        (0x38, 8192 << 32, "multiples of 8192 bytes, where memory keeps at most 4096"),
+        (0x38, 1 << 63, "multiples of 2147483648 bytes"),
     ];
     for (offset, value, message) in cases {
         let memory = device();

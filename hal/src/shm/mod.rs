@@ -8,8 +8,9 @@
 //! Invariants:
 //! - Memory of others is mapped only if it is sealed against being resized, so that no access can fault.
 //! - [`Region`]s are for engines and have no Rust references into them; [`BarMemory`] is atomics.
-//! - Only processes of the same user, or of the superuser, are talked to. Which rank one is, its token has to prove to
-//!   who handed the token out.
+//! - A rank talks to devices of its own user, of the superuser, and of the user that the administrator names
+//!   ([`DeviceUsers`]). A device talks to ranks of its own user and of the superuser; the superuser's device, and that of
+//!   the user who is named, to ranks of all users. Which rank one is, its token has to prove to who handed the token out.
 //! - A peer's death is seen: the socket hangs up, and [`Peer`] tells by its process.
 
 mod bell;
@@ -21,6 +22,7 @@ mod ready;
 mod socket;
 #[cfg(test)]
 mod tests;
+mod users;
 mod wait;
 
 pub use bell::{Bell, Bells};
@@ -29,4 +31,5 @@ pub use machine::machine;
 pub use mapping::{BarMemory, MemoryError, Pages, ReadOnly, Region};
 pub use peer::{Peer, PeerError};
 pub use socket::{AttachRefusal, Connection, Listener, Message, Received, SocketError};
+pub use users::{DEVICE_USER_VARIABLE, DeviceUserError, DeviceUsers};
 pub use wait::{SLEEPER_BELLS_MAX, WaitError, Waiter, ring};

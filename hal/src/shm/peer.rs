@@ -1,15 +1,21 @@
-//! The process on the other side: whether it is alive, and how to be sure that it is not.
+//! The process on the other side: who it is, whether it is alive, and how to be sure that it is not.
 
 use super::ready::readable;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::time::{ClockId, clock_gettime};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::Duration;
+
+/// `SO_PEERPIDFD` of Linux 6.5 and later, `include/uapi/asm-generic/socket.h`. Where it is not known, the system says so.
+const SO_PEERPIDFD: libc::c_int = 77;
 
 /// A process, by a descriptor that never names another one.
 #[derive(Debug)]
 pub struct Peer {
-    pid: Pid,
+    pid: i32,
+    uid: u32,
     process: OwnedFd,
 }
 
@@ -19,23 +25,36 @@ pub struct Peer {
 pub struct PeerError {
     /// The system call.
     pub call: &'static str,
-    /// The process.
+    /// The process; 0 if it is in a PID namespace that this one does not see.
     pub pid: i32,
     /// Why.
     pub errno: Errno,
 }
 
 impl Peer {
-    /// Take hold of a process that is known to be alive: the other end of a connection that has not hung up.
-    pub(super) fn open(pid: Pid) -> Result<Self, PeerError> {
-        let process = pidfd_open(pid, PidfdFlags::empty());
-        let failed = |errno| PeerError { call: "pidfd_open", pid: pid.as_raw_nonzero().get(), errno };
-        Ok(Self { pid, process: process.map_err(failed)? })
+    /// Take hold of the process at the other end of a socket that has just been connected.
+    ///
+    /// Linux 6.5 hands out the process itself. Before that there is its number only, which another process may have by now:
+    /// then it has to be older than this call, and the socket still connected once it is held. That leaves a process which
+    /// has ended and left the socket to a child, and whose number was given away before this call.
+    pub(super) fn of(socket: &OwnedFd) -> Result<Self, PeerError> {
+        let now = boot_time();
+        let (pid, uid) = credentials(socket)?;
+        let process = match process_of(socket) {
+            Err(Errno::NOPROTOOPT) => by_number(socket, pid, now)?,
+            process => process.map_err(|errno| PeerError { call: "getsockopt(SO_PEERPIDFD)", pid, errno })?,
+        };
+        Ok(Self { pid, uid, process })
     }
 
-    /// Return the process's number.
+    /// Return the process's number; 0 if it is in a PID namespace that this one does not see.
     pub fn pid(&self) -> i32 {
-        self.pid.as_raw_nonzero().get()
+        self.pid
+    }
+
+    /// Return its user, as it was when it connected or listened.
+    pub fn uid(&self) -> u32 {
+        self.uid
     }
 
     /// Wait until the process has ended, or `timeout` has passed; true if it has ended. Then no access of it to any
@@ -63,5 +82,116 @@ impl AsFd for Peer {
     /// Readable when the process has ended.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.process.as_fd()
+    }
+}
+
+/// Return the number and the user of the process at the other end. The number is 0 in other PID namespaces, which
+/// `rustix`'s type for it can't say.
+fn credentials(socket: &OwnedFd) -> Result<(i32, u32), PeerError> {
+    let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
+    // SAFETY: the structure is what this option fills, plain numbers, and outlives the call.
+    let done = unsafe { socket_option(socket, libc::SO_PEERCRED, &mut found) };
+    done.map_err(|errno| PeerError { call: "getsockopt(SO_PEERCRED)", pid: 0, errno })?;
+    Ok((found.pid, found.uid))
+}
+
+/// Return the process at the other end; [`Errno::NOPROTOOPT`] before Linux 6.5.
+fn process_of(socket: &OwnedFd) -> Result<OwnedFd, Errno> {
+    let mut file: libc::c_int = -1;
+    // SAFETY: this option fills a number, which outlives the call.
+    unsafe { socket_option(socket, SO_PEERPIDFD, &mut file) }?;
+    // SAFETY: the system has just made this descriptor, close-on-exec, for this call: nobody else has it.
+    Ok(unsafe { OwnedFd::from_raw_fd(file) })
+}
+
+/// Read an option of a socket.
+///
+/// # Safety
+/// The option fills at most a `T`, of which all bit patterns are valid.
+unsafe fn socket_option<T>(socket: &OwnedFd, option: libc::c_int, value: &mut T) -> Result<(), Errno> {
+    let mut len = size_of::<T>() as libc::socklen_t;
+    let (file, to) = (socket.as_raw_fd(), std::ptr::from_mut(value).cast());
+    // SAFETY: the descriptor is open, and the system writes at most `len` bytes to the value.
+    match unsafe { libc::getsockopt(file, libc::SOL_SOCKET, option, to, &raw mut len) } {
+        0 if len as usize == size_of::<T>() => Ok(()),
+        0 => Err(Errno::INVAL),
+        _ => Err(Errno::from_raw_os_error(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))),
+    }
+}
+
+/// Take hold of a process by its number, if it was there at a time since boot and the socket is still connected afterwards.
+fn by_number(socket: &OwnedFd, pid: i32, at: Duration) -> Result<OwnedFd, PeerError> {
+    let failed = |errno| PeerError { call: "pidfd_open", pid, errno };
+    let number = Pid::from_raw(pid).ok_or(failed(Errno::SRCH))?;
+    let process = pidfd_open(number, PidfdFlags::empty()).map_err(failed)?;
+    let began = began_at(pid).ok_or(failed(Errno::SRCH))?;
+    // What was read is of this process if it is alive: nobody else has its number before it has ended.
+    let has_ended = readable(&process, Duration::ZERO).map_err(failed)?;
+    let mut hung_up = [PollFd::new(socket, PollFlags::empty())];
+    poll(&mut hung_up, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).map_err(failed)?;
+    if began > at || has_ended || hung_up[0].revents().contains(PollFlags::HUP) {
+        return Err(failed(Errno::SRCH));
+    }
+    Ok(process)
+}
+
+/// Return when a process began, since boot, in whole ticks (proc(5), `/proc/PID/stat`, field 22).
+fn began_at(pid: i32) -> Option<Duration> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The program's name, the second field, may hold anything, also brackets.
+    let (_, fields) = stat.rsplit_once(')')?;
+    let ticks: u64 = fields.split_ascii_whitespace().nth(19)?.parse().ok()?;
+    // SAFETY: it has no conditions.
+    let per_s = u64::try_from(unsafe { libc::sysconf(libc::_SC_CLK_TCK) }).ok().filter(|&ticks| ticks > 0)?;
+    Some(Duration::from_secs(ticks / per_s) + Duration::from_secs(ticks % per_s) / u32::try_from(per_s).ok()?)
+}
+
+/// Return the time since boot.
+fn boot_time() -> Duration {
+    let now = clock_gettime(ClockId::Boottime);
+    Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+    use std::process::Command;
+
+    fn pair() -> (OwnedFd, OwnedFd) {
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).expect("sockets")
+    }
+
+    /// Tests that would pass by the other way, too, would not tell when this one stops to work.
+    #[test]
+    fn peer_is_held_by_its_socket_where_the_kernel_can() {
+        let (ours, _theirs) = pair();
+        match process_of(&ours) {
+            Ok(process) => assert_eq!(readable(&process, Duration::ZERO), Ok(false), "this process lives"),
+            Err(errno) => assert_eq!(errno, Errno::NOPROTOOPT, "a kernel before 6.5"),
+        }
+        let (pid, uid) = credentials(&ours).expect("a socket");
+        assert_eq!((pid as u32, uid), (std::process::id(), rustix::process::getuid().as_raw()));
+    }
+
+    #[test]
+    fn process_by_number_is_refused_if_it_began_later_or_the_socket_is_closed() {
+        let (ours, theirs) = pair();
+        let own = std::process::id() as i32;
+        assert!(by_number(&ours, own, boot_time()).is_ok());
+        // A number that was given to another process after the connection was there.
+        let before = began_at(own).expect("Linux tells").checked_sub(Duration::from_secs(1)).expect("later than boot");
+        let refused = |result: Result<OwnedFd, PeerError>| result.expect_err("another process").errno;
+        assert_eq!(refused(by_number(&ours, own, before)), Errno::SRCH);
+        // One that has ended, and has its number still.
+        let mut child = Command::new("true").spawn().expect("a process");
+        let pid = child.id() as i32;
+        let process = pidfd_open(Pid::from_raw(pid).expect("a number"), PidfdFlags::empty()).expect("it is ours");
+        assert_eq!(readable(&process, Duration::from_secs(60)), Ok(true));
+        assert_eq!(refused(by_number(&ours, pid, boot_time())), Errno::SRCH);
+        child.wait().expect("it is ours");
+        assert_eq!(refused(by_number(&ours, 0, boot_time())), Errno::SRCH, "in another namespace");
+        drop(theirs);
+        assert_eq!(refused(by_number(&ours, own, boot_time())), Errno::SRCH);
     }
 }

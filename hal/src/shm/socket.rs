@@ -22,10 +22,11 @@
 
 use super::peer::{Peer, PeerError};
 use super::ready::readable;
+use super::users::{DEVICE_USER_VARIABLE, DeviceUsers};
 use crate::ids::{ChildIndex, GroupId};
 pub use crate::mmio::desk::AttachRefusal;
 use rustix::io::{Errno, fcntl_dupfd_cloexec, retry_on_intr};
-use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect,
@@ -121,7 +122,10 @@ pub enum SocketError {
         errno: Errno,
     },
     /// Somebody else's process.
-    #[error("process {pid} belongs to user {uid}: run device and ranks as one user")]
+    #[error(
+        "process {pid} belongs to user {uid}, with whom this one shares no memory: run device and ranks as one user, or \
+         the device as root, or name the device's user to both in {DEVICE_USER_VARIABLE}"
+    )]
     User {
         /// The process.
         pid: i32,
@@ -160,6 +164,7 @@ pub enum SocketError {
 #[derive(Debug)]
 pub struct Listener {
     socket: OwnedFd,
+    serves_all: bool,
 }
 
 /// A connection between a rank and a device.
@@ -187,7 +192,14 @@ impl Listener {
         let (socket, addr) = open(name)?;
         bind(&socket, &addr).map_err(failed("bind"))?;
         listen(&socket, BACKLOG).map_err(failed("listen"))?;
-        Ok(Self { socket })
+        Ok(Self { socket, serves_all: false })
+    }
+
+    /// Accept ranks of all users, not only of this process's own and of the superuser.
+    #[must_use]
+    pub fn serving_all(mut self, serves_all: bool) -> Self {
+        self.serves_all = serves_all;
+        self
     }
 
     /// Wait for the next rank; `None` if none has come within `timeout`.
@@ -207,7 +219,8 @@ impl Listener {
         let socket = socket.map_err(|errno| SocketError::System { call: "accept", errno })?;
         drop(second);
         limit_sends(&socket, SEND_LIMIT)?;
-        Connection::new(socket, SEND_LIMIT).map(Some)
+        let (own, serves_all) = (geteuid().as_raw(), self.serves_all);
+        Connection::new(socket, SEND_LIMIT, |rank| serves_all || rank == own || rank == 0).map(Some)
     }
 }
 
@@ -219,30 +232,35 @@ impl AsFd for Listener {
 }
 
 impl Connection {
-    /// Connect to the device of a name; neither this nor any [`Connection::send`] takes longer than `limit`, which is
+    /// Connect to the device of a name, of this process's own user or of the superuser; as [`Connection::open_of`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn open(name: &str, limit: Duration) -> Result<Self, SocketError> {
+        Self::open_of(name, limit, DeviceUsers::own())
+    }
+
+    /// Connect to the device of a name, if it is of one of these users; neither this nor any [`Connection::send`] takes longer than `limit`, which is
     /// more than 0; twice that, if a signal comes.
     ///
     /// # Errors
-    /// [`SocketError`]; [`SocketError::Timeout`] of a device that does not accept.
-    pub fn open(name: &str, limit: Duration) -> Result<Self, SocketError> {
+    /// [`SocketError`]; [`SocketError::Timeout`] of a device that does not accept, [`SocketError::User`] of one that belongs
+    /// to somebody else.
+    pub fn open_of(name: &str, limit: Duration, users: DeviceUsers) -> Result<Self, SocketError> {
         let (socket, addr) = open(name)?;
         limit_sends(&socket, limit)?;
         match within(limit, || connect(&socket, &addr)) {
-            Ok(()) => Self::new(socket, limit),
+            Ok(()) => Self::new(socket, limit, |device| users.admit(device)),
             Err(Errno::AGAIN) => Err(SocketError::Timeout(limit)),
             Err(errno) => Err(SocketError::Name { name: name.into(), call: "connect", errno }),
         }
     }
 
-    fn new(socket: OwnedFd, send_limit: Duration) -> Result<Self, SocketError> {
-        let failed = |errno| SocketError::System { call: "getsockopt(SO_PEERCRED)", errno };
-        let credentials = socket_peercred(&socket).map_err(failed)?;
-        let (ours, theirs) = (geteuid(), credentials.uid);
-        if !(theirs == ours || theirs.is_root() || ours.is_root()) {
-            let pid = credentials.pid.as_raw_nonzero().get();
-            return Err(SocketError::User { pid, uid: theirs.as_raw() });
+    fn new(socket: OwnedFd, send_limit: Duration, admits: impl FnOnce(u32) -> bool) -> Result<Self, SocketError> {
+        let peer = Peer::of(&socket)?;
+        if !admits(peer.uid()) {
+            return Err(SocketError::User { pid: peer.pid(), uid: peer.uid() });
         }
-        let peer = Peer::open(credentials.pid)?;
         Ok(Self { socket, peer, send_limit })
     }
 

@@ -169,6 +169,8 @@ ENVIRONMENT
   SUMAC_JOB         the job's name: ranks of the same name meet [default: default] (library)
   SUMAC_ATTACH      how the rank reaches its leaf device: auto, udp, shm, verbs or rdma
                     [default: auto] (library)
+  SUMAC_DEVICE_USER  the user, by number or name, whose devices share memory with ranks of other users: set it for both
+                    [default: none; devices of the rank's own user and of root do] (library, perf, device)
   SUMAC_VERBS       the RDMA port for verbs and rdma, as in mlx5_0:1 [default: the first that is active] (library)
   SUMAC_TENANT      on whose account the job runs, where the controller has quotas [default: default] (library)
   SUMAC_WAIT_FOR_TREE  seconds that joining waits in the controller's queue for a tree [default: 0] (library)

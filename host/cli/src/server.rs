@@ -109,6 +109,10 @@ pub(crate) struct DeviceArgs {
     /// Let the DMA engine refuse what hardware would let pass: misaligned elements, chains that get in each other's way
     #[arg(long, conflicts_with = "no_bus")]
     dma_strict: bool,
+    /// Memory that each rank may register for contributions by reference, in GiB; more is refused (`Quota`)
+    #[arg(long, value_name = "GIB", default_value_t = 256, conflicts_with = "no_bus",
+          value_parser = clap::value_parser!(u64).range(1..=1 << 16))]
+    rank_memory_gib: u64,
     /// Seconds to wait for the controller before giving up
     #[arg(long = "timeout", value_name = "SECONDS", default_value_t = 30)]
     timeout_s: u64,
@@ -163,7 +167,8 @@ impl DeviceArgs {
     /// Describe the bus that is asked for.
     fn bus(&self) -> Option<BusConfig> {
         let (profile, threads, strict) = (self.dma_profile, self.dma_threads, self.dma_strict);
-        (!self.no_bus).then(|| BusConfig { profile, threads, strict, ..BusConfig::default() })
+        let rank_memory_bytes = self.rank_memory_gib << 30;
+        (!self.no_bus).then(|| BusConfig { profile, threads, strict, rank_memory_bytes, ..BusConfig::default() })
     }
 }
 

@@ -194,7 +194,8 @@ mod tests {
     #[test]
     fn a_bus_says_where_it_is() {
         let name = |text| Name::try_from(text).expect("short");
-        let bus = Bus { machine: name("m"), socket: name("s"), redo_memory_bytes: 4096, remote: None };
+        let user = sumac_hal::ctrl::BusUser::ROOT;
+        let bus = Bus { machine: name("m"), socket: name("s"), user, redo_memory_bytes: 4096, remote: None };
         assert_eq!(describe_bus(Some(&bus)), "  bus on machine m, 4096 bytes for redo slots");
         assert_eq!(describe_bus(None), "  no bus");
     }

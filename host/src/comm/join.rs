@@ -21,6 +21,7 @@ use sumac_hal::ctrl::Order;
 use sumac_hal::hosted::{HostedError, HostedPort};
 use sumac_hal::ids::Rank;
 use sumac_hal::port::{Addr, Port};
+use sumac_hal::shm::{DEVICE_USER_VARIABLE, DeviceUsers};
 use sumac_hal::udp::UdpConfig;
 use thiserror::Error;
 
@@ -195,6 +196,7 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     let (repair_listener, repair_addr) = listen(config.bind)?;
     let port = config.open_port()?;
     let (rank, world) = (Rank(config.rank), config.world);
+    let device_users = DeviceUsers::from_env().map_err(|error| environment(DEVICE_USER_VARIABLE, error.to_string()))?;
     let request = JoinRequest {
         job: config.job.clone(),
         rank,
@@ -206,6 +208,7 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         max_packet_len_bytes: u32::try_from(port.capabilities().max_packet_len_bytes).unwrap_or(u32::MAX),
         attach: config.attach,
         machine: config.attach.may_share_memory().then(sumac_hal::shm::machine).flatten(),
+        device_users,
         terms: Terms {
             tenant: config.tenant.clone(),
             wait_ms: u32::try_from(config.wait_for_tree.as_millis()).unwrap_or(u32::MAX),
@@ -323,6 +326,9 @@ pub(super) fn enter(
 /// Put an endpoint on the data port.
 fn by_packets(config: &JoinConfig, tree: &TreeMembership, mut port: HostedPort, table_version: u32) -> Tree {
     let (rank, world) = (Rank(config.rank), config.world);
+    if let Some(why) = &tree.by_packets {
+        tracing::info!(job = config.job, %rank, device = tree.leaf, why, "contributes by packets, not by reference");
+    }
     // First listen, then say so: contributions do.
     let shared_key =
         tree.shared.filter(|shared| listen_to(&mut port, shared.addr, tree.parents.len())).map(|shared| shared.key);

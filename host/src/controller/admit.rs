@@ -68,6 +68,8 @@ pub(super) struct Placement {
     pub(super) nodes: Vec<PlacedNode>,
     /// Each rank's leaf and place there.
     ranks: Vec<(usize, ChildIndex)>,
+    /// Why ranks that may contribute by reference contribute by packets.
+    by_packets: BTreeMap<Rank, String>,
     /// Each rank's host, where a fabric names them.
     hosts: Option<Vec<String>>,
     /// How many ranks are reached by RDMA.
@@ -247,6 +249,7 @@ fn place(shape: Shape, ids: Ids) -> Result<Placement, String> {
         max_children: shape.max_children,
         nodes,
         ranks,
+        by_packets: BTreeMap::new(),
         hosts: shape.hosts,
         ranks_by_rdma: 0,
         window_max: 0,
@@ -405,6 +408,7 @@ impl Placement {
             timers: config.timers.into(),
             facts,
             bus: bus.cloned(),
+            by_packets: self.by_packets.get(&rank).cloned(),
         }
     }
 

@@ -18,6 +18,7 @@ use sumac_hal::ctrl::{Bus, Name, Order, SharedLink, TimersConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank};
 use sumac_hal::op::OpDesc;
 use sumac_hal::port::Addr;
+use sumac_hal::shm::DeviceUsers;
 
 /// What a client asks.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -139,6 +140,8 @@ pub struct JoinRequest {
     pub attach: Attach,
     /// The machine that it runs on, if it can share memory with the processes there.
     pub machine: Option<Name>,
+    /// Whose devices it shares memory with.
+    pub device_users: DeviceUsers,
     /// Whose the job is, and what it does while there is no tree for it; the same at all ranks.
     pub terms: Terms,
 }
@@ -275,6 +278,8 @@ pub struct TreeMembership {
     pub facts: TreeFacts,
     /// The leaf's bus, if the rank contributes by reference: then the leaf takes nothing from its packets.
     pub bus: Option<Bus>,
+    /// Why a rank that may contribute by reference contributes by packets.
+    pub by_packets: Option<String>,
 }
 
 impl TreeMembership {

@@ -14,11 +14,12 @@ use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use sumac_hal::ctrl::{
-    Announce, Bus, ChildMask, DeviceCapabilities, Envelope, GroupConfig, Name, NoBus, Order, Refusal, Request,
+    Announce, Bus, BusUser, ChildMask, DeviceCapabilities, Envelope, GroupConfig, Name, NoBus, Order, Refusal, Request,
     Response, send,
 };
 use sumac_hal::ids::{BootId, ChildIndex, GroupId, Rank};
 use sumac_hal::port::Addr;
+use sumac_hal::shm::DeviceUsers;
 
 /// Devices so far: each is a life of its own.
 static LIVES: AtomicU64 = AtomicU64::new(1);
@@ -159,7 +160,8 @@ fn text(name: &str) -> Name {
 }
 
 fn bus(redo_memory_bytes: u64) -> Option<Bus> {
-    Some(Bus { machine: text(HERE), socket: text("socket"), redo_memory_bytes, remote: None })
+    let user = BusUser::ROOT;
+    Some(Bus { machine: text(HERE), socket: text("socket"), user, redo_memory_bytes, remote: None })
 }
 
 fn controller() -> Controller {
@@ -177,6 +179,16 @@ fn join_in(
     order: Order,
     ranks: &[(Attach, Option<&str>)],
 ) -> Vec<(Session, Membership)> {
+    join_as(controller, job, order, DeviceUsers::own(), ranks)
+}
+
+fn join_as(
+    controller: &Controller,
+    job: &str,
+    order: Order,
+    device_users: DeviceUsers,
+    ranks: &[(Attach, Option<&str>)],
+) -> Vec<(Session, Membership)> {
     let addr = controller.local_addr();
     let joining: Vec<_> = (0..)
         .zip(ranks)
@@ -192,6 +204,7 @@ fn join_in(
                 max_packet_len_bytes: PACKET_LEN,
                 attach,
                 machine: machine.map(text),
+                device_users,
                 terms: Terms::default(),
             };
             thread::spawn(move || Session::join(addr, request, GREETING_TIMEOUT, |_| None))
@@ -215,6 +228,48 @@ fn children(mask: ChildMask) -> Vec<u16> {
 
 const AUTO: (Attach, Option<&str>) = (Attach::Auto, Some(HERE));
 const SHM: (Attach, Option<&str>) = (Attach::Shm, Some(HERE));
+
+/// A device reads and writes the memory of its ranks.
+#[test]
+fn ranks_share_no_memory_with_devices_of_users_they_do_not_trust() {
+    let user = |uid, serves_all| bus(1 << 20).map(|bus| Bus { user: BusUser { uid, serves_all }, ..bus });
+    let rank = |own, named| DeviceUsers { own, named };
+    let job = |bus: Option<Bus>, users: DeviceUsers, ways: &[(Attach, Option<&str>)]| {
+        let controller = controller();
+        let _device = Device::start(&controller, "leaf0", bus, None);
+        join_as(&controller, "job", Order::Arrival, users, ways)
+    };
+    // The superuser's rank is no exception, and neither is one that the device would serve.
+    for (bus, users, says) in [
+        (user(1000, false), rank(0, None), "the device runs as user 1000, and the rank, of user 0, shares memory"),
+        (user(1000, true), rank(1001, None), "the device runs as user 1000"),
+        (user(1000, true), rank(0, Some(977)), "SUMAC_DEVICE_USER"),
+        (
+            user(977, false),
+            rank(1001, Some(977)),
+            "the device, of user 977, serves ranks of its own user and of root alone",
+        ),
+        (user(0, false), rank(1001, None), "serves ranks of its own user and of root alone, and the rank runs as 1001"),
+    ] {
+        let ranks = job(bus.clone(), users, &[AUTO, AUTO]);
+        for tree in ranks.iter().map(tree) {
+            assert_eq!((tree.facts.ranks_by_reference, &tree.bus), (0, &None));
+            let why = tree.by_packets.as_deref().expect("a reason");
+            assert!(why.contains(says), "{why}");
+        }
+        let refused = job(bus, users, &[SHM, AUTO]);
+        assert!(why_not(&refused[0]).contains("asks for shared memory") && why_not(&refused[0]).contains(says));
+    }
+    for (bus, users) in [
+        (user(0, true), rank(1001, None)),
+        (user(1001, false), rank(1001, None)),
+        (user(977, true), rank(1001, Some(977))),
+        (user(977, false), rank(0, Some(977))),
+    ] {
+        let ranks = job(bus, users, &[SHM, AUTO]);
+        assert!(ranks.iter().map(tree).all(|tree| tree.facts.ranks_by_reference == 2 && tree.by_packets.is_none()));
+    }
+}
 
 #[test]
 fn ranks_on_the_devices_machine_contribute_by_reference() {

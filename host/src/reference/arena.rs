@@ -55,7 +55,9 @@ impl Arena {
         let Some((at, start)) = self.gaps().find(|&(_, _, gap)| gap >= len).map(|(at, start, _)| (at, start)) else {
             return Err(full);
         };
-        let region = Region::open_at(self.file.as_fd(), self.offset_bytes + start, len as usize)?;
+        // Whoever gave the arena may have said anything of where it lies: that it is within the file, the mapping checks.
+        let Some(offset_bytes) = self.offset_bytes.checked_add(start) else { return Err(full) };
+        let region = Region::open_at(self.file.as_fd(), offset_bytes, len as usize)?;
         let zeros = [0; CLEAR_LEN_BYTES];
         (0..len as usize).step_by(CLEAR_LEN_BYTES).for_each(|offset| region.write(offset, &zeros));
         self.places.insert(at, Place { start, len_bytes: len, key: None });
@@ -143,6 +145,19 @@ mod tests {
         // Refused by the device: never registered.
         arena.note(MIB as u64, None);
         assert_eq!(arena.take(1).expect("room").1, MIB as u64);
+    }
+
+    #[test]
+    fn arena_beyond_its_file_is_refused() {
+        let whole = Region::create(MIB, Pages::Normal).expect("memory");
+        for (offset_bytes, len_bytes) in [(u64::MAX - MIB as u64 + 1, u64::MAX), (MIB as u64, u64::MAX), (0, u64::MAX)]
+        {
+            let file = whole.file().try_clone_to_owned().expect("a descriptor");
+            let mut arena = Arena::new(file, offset_bytes, len_bytes);
+            let taken = (0..3).map(|_| arena.take(MIB).map(drop)).filter(Result::is_ok).count();
+            assert!(taken <= 1, "{offset_bytes}: {taken} MiB of one");
+            assert!(arena.take(2 * MIB).is_err() && arena.take(usize::MAX).is_err());
+        }
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank};
 use sumac_hal::mmio::{Features, HostControl, Identity};
-use sumac_hal::shm::{Bell, Connection, Function, Message, ReadOnly, Received};
+use sumac_hal::shm::{Bell, Connection, DeviceUsers, Function, Message, ReadOnly, Received};
 
 /// How long the device may take to accept, and for each message.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -18,9 +18,6 @@ pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// What a device has to have.
 pub(super) const NEEDED: Features =
     Features::BY_REFERENCE.union(Features::FENCE).union(Features::REDO).union(Features::STRAGGLERS);
-
-/// What regions are aligned to: pages.
-pub(super) const ALIGNMENT_MAX_BYTES: u32 = 4096;
 
 /// A rank's place at its leaf device.
 #[derive(Debug, Clone)]
@@ -87,7 +84,8 @@ impl Attached {
     }
 
     fn open_near(seating: &Seating) -> Result<Self, AttachError> {
-        let connection = Connection::open(&seating.socket, ANSWER_TIMEOUT)?;
+        let users = DeviceUsers::from_env()?;
+        let connection = Connection::open_of(&seating.socket, ANSWER_TIMEOUT, users)?;
         let Seating { group, child, key, .. } = *seating;
         connection.send(&Message::Attach { group, child, key }, None)?;
         let file = match next(&connection)? {
@@ -97,10 +95,6 @@ impl Attached {
         let (function, identity) = Function::open(file)?;
         if !identity.features.contains(NEEDED) {
             return Err(AttachError::Features { has: identity.features, needs: NEEDED });
-        }
-        let found = identity.dma.alignment_bytes;
-        if !found.is_power_of_two() || found > ALIGNMENT_MAX_BYTES {
-            return Err(AttachError::Alignment { found, max: ALIGNMENT_MAX_BYTES });
         }
         let queues = function.bar().queues();
         if queues != 2 {

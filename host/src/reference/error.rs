@@ -5,7 +5,7 @@ use sumac_hal::dma::RegionKey;
 use sumac_hal::ids::ChunkNo;
 use sumac_hal::mmio::{EntryError, EntryStatus, Features};
 use sumac_hal::ring::Poisoned;
-use sumac_hal::shm::{AttachRefusal, FunctionError, MemoryError, SocketError};
+use sumac_hal::shm::{AttachRefusal, DeviceUserError, FunctionError, MemoryError, SocketError};
 use thiserror::Error;
 
 /// How a device broke the protocol.
@@ -80,6 +80,9 @@ pub enum AttachError {
     /// The connection.
     #[error(transparent)]
     Socket(#[from] SocketError),
+    /// Whose devices this rank lets in is not told in order.
+    #[error(transparent)]
+    Users(#[from] DeviceUserError),
     /// Its function.
     #[error("its function: {0}")]
     Function(#[from] FunctionError),
@@ -94,7 +97,7 @@ pub enum AttachError {
         /// What it must have.
         needs: Features,
     },
-    /// Its engine asks for an alignment that memory does not have.
+    /// The engine of a device on another host asks for an alignment that memory does not have.
     #[error("its engine asks for addresses at multiples of {found} bytes, where at most {max} are to be had")]
     Alignment {
         /// What it asks for.

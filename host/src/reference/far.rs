@@ -6,7 +6,7 @@
 //! - `landed` has the places of results that are whole and of chunks that are open: what was announced before a place was given
 //!   to the next chunk is forgotten with that.
 
-use super::attach::{ALIGNMENT_MAX_BYTES, ANSWER_TIMEOUT, Attached, NEEDED, Remote, Seating};
+use super::attach::{ANSWER_TIMEOUT, Attached, NEEDED, Remote, Seating};
 use super::error::{AttachError, Breach, RegisterError};
 use super::queue::Ends;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -17,7 +17,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::{FrameReader, StreamError, send};
 use sumac_hal::dma::{Capabilities, Profile, RegionKey};
-use sumac_hal::mmio::{COMPLETION_WORDS, DEPTH_MIN, Features, FunctionConfig, HostControl, Identity, SUBMISSION_WORDS};
+use sumac_hal::mmio::{
+    COMPLETION_WORDS, DEPTH_MIN, DMA_ALIGNMENT_MAX_BYTES, Features, FunctionConfig, HostControl, Identity,
+    SUBMISSION_WORDS,
+};
 use sumac_hal::remote::handshake::{Answer, Call, Challenge, Seat, VERSION};
 use sumac_hal::remote::{self, Access, Carrier, CarrierError, Heard, LinkFailure, Memory, RankLink};
 use sumac_hal::shm::{Bell, Connection, Function, FunctionQueue, Message, Peer, Region, SocketError};
@@ -84,8 +87,8 @@ impl Far {
         let (stream, seat) = call(seating, remote, &mut *link)?;
         link.connect(&seat.end)?;
         let found = seat.alignment_bytes;
-        if !found.is_power_of_two() || found > ALIGNMENT_MAX_BYTES {
-            return Err(AttachError::Alignment { found, max: ALIGNMENT_MAX_BYTES });
+        if !found.is_power_of_two() || found > DMA_ALIGNMENT_MAX_BYTES {
+            return Err(AttachError::Alignment { found, max: DMA_ALIGNMENT_MAX_BYTES });
         }
         if !(DEPTH_MIN..=DEPTH_MAX).contains(&seat.depth) {
             return Err(failed(format!(

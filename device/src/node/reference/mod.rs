@@ -20,7 +20,7 @@
 //! | 64 + chunk.. | accumulators, one chunk each; the first one becomes the value |
 //!
 //! Where the rules are: here the tables and their life, `submit.rs` (rings: what comes in, what is answered),
-//! `chain.rs` and `draft.rs` (which steps, in which order), `redo.rs` (where things lie), `gather.rs` (from the first pull
+//! `chain.rs` and `draft.rs` (which steps, in which order), `placement.rs` and `redo.rs` (where things lie), `gather.rs` (from the first pull
 //! to the last write), `failure.rs` (chains that failed).
 //!
 //! Invariants:
@@ -39,6 +39,7 @@ mod chain;
 mod draft;
 mod failure;
 mod gather;
+mod placement;
 mod redo;
 mod submit;
 #[cfg(test)]
@@ -67,7 +68,8 @@ pub struct References<'m> {
     /// For each group its slots x children, those that contribute inline too.
     pub references: &'m mut [Reference],
     /// Redo slots of all groups: memory of the device that its engine and its processor reach. See
-    /// [`Node::redo_slot_len_bytes`].
+    /// [`Node::redo_slot_len_bytes`]. Where each group gets memory of its own ([`Node::place_redo_slots`]), only the length
+    /// counts: it is what all groups may have together.
     pub memory: Span,
     /// What the engine can do.
     pub capabilities: Capabilities,
@@ -176,8 +178,10 @@ pub(crate) struct ByReference {
     /// Who contributes by reference.
     children: ChildSet,
     references: Run,
-    /// In the node's redo memory.
+    /// In the node's redo memory: its place there, or its share of that.
     memory: Run,
+    /// Where its redo slots begin instead, if it has memory of its own.
+    own_memory: Option<Address>,
     /// What aborts its chains.
     scope: u8,
     aborted: bool,
@@ -211,8 +215,7 @@ pub(super) struct Refs<'a> {
 
 impl References<'_> {
     pub(super) fn of(&mut self, slots: Run, group: &ByReference) -> Refs<'_> {
-        let mut memory = self.memory.address;
-        memory.offset_bytes += group.memory.start as u64;
+        let memory = self.slots_of(group);
         Refs {
             redo: &mut self.redo[slots.range()],
             references: &mut self.references[group.references.range()],
@@ -348,6 +351,7 @@ impl<'m> Node<'m> {
                 children,
                 references: entries,
                 memory,
+                own_memory: None,
                 scope,
                 aborted: false,
                 work: SlotSet::EMPTY,
@@ -358,15 +362,6 @@ impl<'m> Node<'m> {
             });
         }
         Ok(())
-    }
-
-    /// Return where a group's redo slots begin in the memory for them, how long each is, and how many there are; `None`
-    /// if none of its children contributes by reference.
-    pub fn redo_slots(&self, id: GroupId) -> Option<(u64, usize, usize)> {
-        let group = self.storage.groups[self.find(id)?].as_ref()?;
-        let memory = group.by_reference.as_ref()?.memory;
-        let start = self.references.as_ref()?.memory.address.offset_bytes + memory.start as u64;
-        Some((start, memory.len / group.slots.len, group.slots.len))
     }
 
     /// Tell whether no group here has anything to do with packets: nothing is lost by looking for them less often.

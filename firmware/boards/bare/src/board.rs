@@ -230,7 +230,9 @@ impl<'m, D: Device, O: Others> Board<'m, D, O> {
         let bus = bus.filter(|_| shards == 1);
         let announced = options.bus.clone().zip(bus.as_ref()).map(|((machine, socket), bus)| {
             let (redo, _) = bus.redo_memory();
-            ctrl::Bus { machine, socket, redo_memory_bytes: redo.len_bytes, remote: None }
+            // Its ranks share the redo memory of all groups.
+            let user = ctrl::BusUser { uid: options.user, serves_all: false };
+            ctrl::Bus { machine, socket, user, redo_memory_bytes: redo.len_bytes, remote: None }
         });
         let announce = Announce {
             name: options.name.clone(),

@@ -15,7 +15,13 @@
 //! - a seat is given back when the engine has nothing more to do with it;
 //! - a desk whose rings are broken, or an entry that is none, ends the desk, which its function shows: nobody else is
 //!   seated in this life. Who is seated is served until the broker hangs up;
-//! - what desk and rings bring at a time is bounded.
+//! - what desk and rings bring at a time is bounded;
+//! - a group's redo slots are zeroed when it gets them.
+//!
+//! The redo slots of all groups are in one BAR, which the host hands to all ranks: a rank can read those of other groups, as
+//! long as these are there and until a later group gets the place. So the broker seats ranks of one user only; groups
+//! that must not read each other's sums take boards of their own, or packets. Emulated boards give each group a file of its
+//! own.
 
 #[cfg(test)]
 mod tests;
@@ -55,9 +61,6 @@ const STEPS_MAX: u32 = 64;
 
 /// Chains whose completions wait.
 const COMPLETIONS: usize = 64;
-
-/// The record at the head of a redo slot, in words.
-const RECORD_WORDS: usize = 2;
 
 /// How often rings and engine get their turn before packets do.
 const TURNS: usize = 8;
@@ -277,11 +280,11 @@ impl Bus {
             AttachError::Steps { .. } | AttachError::Chunk { .. } => Refusal::NoBus(NoBus::Engine),
             _ => Refusal::NoBus(NoBus::Groups),
         })?;
-        // Who looks for a result of this group finds only this group's, not what was published there before.
+        // Ranks of this group find only what is of this group, neither records nor results of those before.
         if let Some((start, slot_len_bytes, slots)) = node.redo_slots(config.group) {
-            let heads = (0..slots).map(|slot| (start as usize + slot * slot_len_bytes) / 8);
-            let records = heads.filter_map(|head| self.memory.redo.get(head..head + RECORD_WORDS));
-            records.flatten().for_each(|word| word.store(0, Ordering::Release));
+            let first = start as usize / 8;
+            let words = self.memory.redo.get(first..first + (slot_len_bytes * slots).div_ceil(8));
+            words.into_iter().flatten().for_each(|word| word.store(0, Ordering::Release));
         }
         let (group, epoch) = (config.group, config.epoch);
         let links = owners.into_iter().map(|(child, function)| {

@@ -19,6 +19,7 @@ use thiserror::Error;
 /// | `listen` | the UDP port of the first shard; others take the next ones |
 /// | `data` | where peers send to, if that is not `ip` and `listen`: behind address translation |
 /// | `machine`, `socket` | where ranks are that share memory with the board, and what their broker listens on |
+/// | `user` | the user whose ranks alone that broker lets in, and the superuser's; 0 unless told |
 /// | `watchdog_ms` | how long a core may take to come round; 20,000 unless told |
 /// | `fault` | with the feature `faults`, for tests: `panic`, `access`, `hang` or `trace`, once in the first life |
 ///
@@ -40,6 +41,8 @@ pub struct BoardOptions {
     pub data: SocketAddrV4,
     /// The machine whose ranks share memory with the board, and the socket that their broker listens on.
     pub bus: Option<(Name, Name)>,
+    /// The broker's user.
+    pub user: u32,
     /// How long a core may take to come round.
     pub watchdog: Duration,
     /// What is to go wrong.
@@ -79,7 +82,7 @@ pub enum OptionsError {
     },
     /// A key that nobody knows.
     #[error(
-        "line {line}: unknown key; known are name, controller, ip, gateway, listen, data, machine, socket, watchdog_ms"
+        "line {line}: unknown key; known are name, controller, ip, gateway, listen, data, machine, socket, user, watchdog_ms"
     )]
     Key {
         /// Which, from 1.
@@ -111,7 +114,7 @@ impl BoardOptions {
     pub fn parse(text: &str) -> Result<Self, OptionsError> {
         let (mut name, mut controller, mut ip, mut gateway) = (None, None, None, None);
         let (mut listen, mut data, mut watchdog) = (None, None, WATCHDOG);
-        let (mut machine, mut socket) = (None, None);
+        let (mut machine, mut socket, mut user) = (None, None, 0);
         #[cfg(feature = "faults")]
         let mut fault = None;
         for (line, text) in (1..).zip(text.lines()) {
@@ -129,6 +132,7 @@ impl BoardOptions {
                 ("data", value) => data = Some(parse("data", value, "an IPv4 address and port")?),
                 ("machine", value) => machine = Some(parse_name("machine", value)?),
                 ("socket", value) => socket = Some(parse_name("socket", value)?),
+                ("user", value) => user = parse("user", value, "the number of a user")?,
                 ("watchdog_ms", value) => watchdog = Duration::from_millis(parse_watchdog(value)?),
                 #[cfg(feature = "faults")]
                 ("fault", value) => fault = Some(parse_fault(value)?),
@@ -150,6 +154,7 @@ impl BoardOptions {
                 (None, _) => return Err(missing("machine")),
                 (_, None) => return Err(missing("socket")),
             },
+            user,
             watchdog,
             #[cfg(feature = "faults")]
             fault,

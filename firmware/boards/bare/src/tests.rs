@@ -455,6 +455,7 @@ fn options_say_what_is_wrong() {
     assert_eq!(options.bus, None);
     let bus = BoardOptions::parse(&format!("{text}socket=s\nmachine=m\n")).expect("options").bus.expect("a bus");
     assert_eq!((bus.0.as_str(), bus.1.as_str()), ("m", "s"));
+    assert_eq!((options.user, BoardOptions::parse(&format!("{text}user=1000\n")).expect("options").user), (0, 1000));
     let error = |text: &str| BoardOptions::parse(text).expect_err("an error");
     assert_eq!(error(&format!("{text}socket=s")), OptionsError::Missing { key: "machine" });
     assert_eq!(error(&format!("{text}machine=m")), OptionsError::Missing { key: "socket" });

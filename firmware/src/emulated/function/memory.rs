@@ -1,30 +1,29 @@
 //! A rank's memory, between the table of regions and the engine.
 
 use crate::emulated::engine::BoardEngine;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use sumac_hal::dma::{DmaMemory, RegionKey, RegionTable};
+use sumac_hal::dma::{RegionKey, RegionTable};
 use sumac_hal::ids::FunctionId;
 use sumac_hal::mmio::EntryStatus;
 use sumac_hal::shm::{MemoryError, Region};
 
-/// The longest memory that a rank may register, in bytes.
-const MEMORY_MAX_BYTES: u64 = 1 << 40;
-
-/// Map what was handed over under a key, if it is as long as was said.
+/// Map what was handed over under a key, if it is as long as was said: so much of it, which the rank's quota has covered,
+/// however long the file is.
 pub(super) fn map(
     file: OwnedFd,
     key: RegionKey,
     (offset_bytes, len_bytes): (u64, u64),
     engine: &mut BoardEngine,
 ) -> Result<(), EntryStatus> {
-    let region = Region::open(file, MEMORY_MAX_BYTES).map_err(|error| match error {
+    let Some(len) = usize::try_from(len_bytes).ok().filter(|_| offset_bytes == 0) else {
+        return Err(EntryStatus::OutOfBounds);
+    };
+    let region = Region::open_at(file.as_fd(), 0, len).map_err(|error| match error {
         MemoryError::System { .. } => EntryStatus::NoRoom,
+        MemoryError::Length { .. } => EntryStatus::OutOfBounds,
         _ => EntryStatus::BadRegion,
     })?;
-    if offset_bytes != 0 || len_bytes > region.len_bytes() as u64 {
-        return Err(EntryStatus::OutOfBounds);
-    }
     engine.map(key, Arc::new(region))
 }
 

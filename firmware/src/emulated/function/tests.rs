@@ -27,7 +27,7 @@ impl Rig {
         let connection = listener.accept(LONG).expect("welcome").expect("it waits");
         let engine = EmuEngine::start(DmaConfig::new(Profile::Full, 1)).expect("an engine");
         let engine = BoardEngine::Emulated(Box::new(engine));
-        let redo = Arc::new(Region::create(4096, Pages::Normal).expect("memory"));
+        let redo = Region::create(4096, Pages::Normal).expect("memory");
         let device = (BootId(1), *engine.capabilities());
         let bells = Bells::new().expect("an epoll");
         let function = Attached::create(OWNER, connection, device, (&redo, (0, 4096, 1)), &bells);
@@ -62,6 +62,31 @@ fn a_call_hears_so_many_messages_and_no_more() {
     rig.function.hear().expect("nothing wrong");
     let left = (0..).take_while(|_| rig.connection().receive(Duration::ZERO).is_ok()).count();
     assert_eq!(left, 2 * MESSAGES_PER_TURN);
+}
+
+/// The longest file that a rank may hand over costs the device no more than what is registered of it.
+#[test]
+fn memory_beyond_the_quota_of_bytes_is_refused_and_deregistering_gives_it_back() {
+    let mut rig = Rig::new();
+    *rig.regions = RegionTable::new(8).with_max_bytes(12 << 10, 1 << 20);
+    let region = Region::create(1 << 20, Pages::Normal).expect("memory");
+    let register = |rig: &mut Rig, len_bytes| {
+        rig.hand_over(1, &region);
+        rig.function.hear().expect("nothing wrong");
+        rig.register(1, len_bytes)
+    };
+    let first = register(&mut rig, 8 << 10).expect("within the quota");
+    assert_eq!(register(&mut rig, (4 << 10) + 1), Err(EntryStatus::Quota));
+    assert_eq!(register(&mut rig, u64::MAX), Err(EntryStatus::Quota));
+    assert!(register(&mut rig, 4 << 10).is_ok(), "a refusal has taken nothing");
+    let beyond = Address { region: first, offset_bytes: 4 << 10 };
+    assert!(rig.regions.hold(OWNER, beyond, (4 << 10) + 1).is_err(), "the file is longer, the region is not");
+    assert_eq!(rig.regions.deregister(OWNER, first), Ok(true));
+    assert!(rig.engine.unmap(first));
+    assert!(register(&mut rig, 8 << 10).is_ok());
+    // All ranks together.
+    *rig.regions = RegionTable::new(8).with_max_bytes(1 << 20, 4096);
+    assert_eq!(register(&mut rig, 4097), Err(EntryStatus::NoRoom));
 }
 
 #[test]

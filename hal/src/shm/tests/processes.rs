@@ -55,7 +55,80 @@ fn other_process() {
         "full" => full(&name),
         #[cfg(feature = "emu")]
         "reduce" => by_reference::rank(&name),
+        "listen as another user" => {
+            become_another_user();
+            let listener = Listener::bind(&name).expect("a free name");
+            // Until the test ends this process.
+            while listener.accept(LONG).is_ok() {}
+        }
+        "dial as another user" => {
+            become_another_user();
+            let refused = Connection::open_of(&name, LONG, DeviceUsers { own: OTHER_USER, named: None });
+            // To the superuser's device: this side lets it in, whatever it does itself.
+            let device = refused.expect("the superuser's");
+            assert!(matches!(device.receive(LONG), Err(SocketError::Closed)));
+        }
         role => panic!("no role is called {role}"),
+    }
+}
+
+/// A user who owns nothing.
+const OTHER_USER: u32 = 65_534;
+
+fn become_another_user() {
+    // SAFETY: it has no conditions; the library does it for all threads.
+    assert_eq!(unsafe { libc::setresuid(OTHER_USER, OTHER_USER, OTHER_USER) }, 0, "this process is the superuser's");
+}
+
+/// Tell whether this process may become another user; else say so, and what is not tested.
+fn can_become_another_user(test: &str) -> bool {
+    let is_root = rustix::process::geteuid().is_root();
+    if !is_root {
+        eprintln!("SKIPPED {test}: it takes a second user, and so the superuser to begin with");
+    }
+    is_root
+}
+
+/// A device maps all memory of its ranks, so that a rank of the superuser has more to lose than others.
+#[test]
+fn device_of_another_user_is_refused_by_root_unless_it_is_named() {
+    if !can_become_another_user("device_of_another_user_is_refused_by_root_unless_it_is_named") {
+        return;
+    }
+    let name = unique_name();
+    let _device = Other::start("listen as another user", &name);
+    let begun = Instant::now();
+    let open = |users| loop {
+        match Connection::open_of(&name, LONG, users) {
+            // It has not come that far.
+            Err(SocketError::Name { call: "connect", .. }) if begun.elapsed() < LONG => std::thread::yield_now(),
+            opened => return opened,
+        }
+    };
+    for named in [None, Some(1), Some(0)] {
+        let refused = open(DeviceUsers { named, ..DeviceUsers::own() }).expect_err("another user's");
+        assert!(matches!(refused, SocketError::User { uid: OTHER_USER, .. }), "{refused}");
+        assert!(refused.to_string().contains("SUMAC_DEVICE_USER"), "{refused}");
+    }
+    let device = open(DeviceUsers { named: Some(OTHER_USER), ..DeviceUsers::own() }).expect("the one that is named");
+    assert_eq!(device.peer().uid(), OTHER_USER);
+}
+
+#[test]
+fn rank_of_another_user_is_accepted_by_devices_that_serve_all_users_alone() {
+    if !can_become_another_user("rank_of_another_user_is_accepted_by_devices_that_serve_all_users_alone") {
+        return;
+    }
+    for serves_all in [false, true] {
+        let name = unique_name();
+        let listener = Listener::bind(&name).expect("a free name").serving_all(serves_all);
+        let rank = Other::start("dial as another user", &name);
+        match listener.accept(LONG) {
+            Ok(Some(connection)) => assert!(serves_all && connection.peer().uid() == OTHER_USER),
+            Err(SocketError::User { uid: OTHER_USER, .. }) => assert!(!serves_all),
+            other => panic!("{other:?}"),
+        }
+        assert!(rank.succeeded());
     }
 }
 

@@ -11,7 +11,9 @@
 //! - when the board begins another life, or ends, everybody is hung up on;
 //! - who has dialled and says nothing keeps nobody waiting.
 //!
-//! Ranks are processes of one user. One that hangs up and goes on writing to the seat that it had spoils the values of the
+//! Ranks are processes of one user, the broker's, and of the superuser: also where the broker is the superuser's, others are
+//! refused. For the redo slots of all groups are in one file, as a BAR is, and ranks that have it can read those of other
+//! groups. One that hangs up and goes on writing to the seat that it had spoils the values of the
 //! next one's program, as it could by a debugger, and nothing of the board's.
 
 #[cfg(test)]
@@ -29,7 +31,9 @@ use sumac_hal::ids::BootId;
 use sumac_hal::mmio::desk::{ARENA_OFFSET_BYTES, AttachRefusal, DeskAnswer, DeskRequest};
 use sumac_hal::mmio::{Bar, COMPLETION_WORDS, SUBMISSION_WORDS};
 use sumac_hal::ring::{Consumer, Producer, SharedRing};
-use sumac_hal::shm::{BarMemory, Bell, Connection, Listener, Message, Pages, Received, Region, SocketError, machine};
+use sumac_hal::shm::{
+    BarMemory, Bell, Connection, DeviceUsers, Listener, Message, Pages, Received, Region, SocketError, machine,
+};
 
 /// The desk's memory: more than its rings take. BARs are powers of two.
 const DESK_LEN_BYTES: usize = 64 << 10;
@@ -83,7 +87,8 @@ impl Broker {
         told.function(redo.device_file().as_raw_fd(), REDO_LEN_BYTES);
         seats.iter().for_each(|seat| told.function(seat.file().as_raw_fd(), seat_len_bytes));
         // Writing to a string can't fail.
-        let _ = writeln!(told.options, "machine={machine}\nsocket={socket}");
+        let user = DeviceUsers::own().own;
+        let _ = writeln!(told.options, "machine={machine}\nsocket={socket}\nuser={user}");
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         let arena_len_bytes = (seat_len_bytes - ARENA_OFFSET_BYTES) as u64;

@@ -1,6 +1,7 @@
 //! `sumac flash`: push a boot stream to a card, follow its boot, and say how it ended.
 //!
-//! Invariants: everything of the image and the card is checked before the first change to the card; stdout has one
+//! Invariants: everything of the image and the card is checked before the first change to the card; the bytes that are checked
+//! are those that are pushed; stdout has one
 //! result, stderr the rest; the exit status is that of the failure ([`sumac_firmware::flash`] has the table).
 
 mod record;
@@ -105,7 +106,10 @@ fn attempt(args: &FlashArgs, display: &Display) -> Result<(), Exit> {
         )));
     }
     let trust = key.as_ref().map_or(Trust::Anybody, Trust::Key);
-    let checked = manifest::check(file.stream()?, Policy::Strict, trust).map_err(|error| file.failure(error))?;
+    // What is checked is what goes to the card, whatever becomes of the file.
+    let bytes = file.seal()?;
+    let reader = bytes.reader().map_err(|error| file.failure(error))?;
+    let checked = manifest::check(reader, Policy::Strict, trust).map_err(|error| file.failure(error))?;
     let card = Rshim::new(&args.rshim);
     // From here on, no second one of our kind can do the same with the same card.
     let (start, limit) = (Clock::now(), Duration::from_secs(args.timeout_s));
@@ -124,7 +128,7 @@ fn attempt(args: &FlashArgs, display: &Display) -> Result<(), Exit> {
     }
     // Where it can't be kept afterwards, nothing is begun.
     Record::probe(&args.records)?;
-    let image = Image { file: file.into_file(), len_bytes: checked.report.len_bytes, sha256: checked.sha256 };
+    let image = Image { bytes, sha256: checked.sha256 };
     let outcome = push(args, workers, image, &misc, start, display)?;
     if outcome.result.is_ok() {
         remember(args, &name, &checked, terms)?;
@@ -191,8 +195,9 @@ fn push(
     };
     let goal = Goal { until, tolerates_errors: args.tolerate_errors };
     // The clock's zero is when the card was first looked at: the limit is for all of it.
-    let session = Session::new(image.len_bytes, misc, goal, limits, Instant::ZERO);
-    let mut bar = display.bar(image.len_bytes);
+    let len_bytes = image.bytes.len_bytes();
+    let session = Session::new(len_bytes, misc, goal, limits, Instant::ZERO);
+    let mut bar = display.bar(len_bytes);
     let outcome = workers.run(session, image, clock, |progress| bar.show(progress));
     handle.close();
     // It ends at once: its signals are closed.

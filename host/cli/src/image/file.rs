@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use sumac_firmware::emmc;
+use sumac_firmware::flash::SealedImage;
 use tempfile::NamedTempFile;
 
 /// The longest key file, in bytes.
@@ -52,9 +53,9 @@ impl ImageFile {
         Failure::Input(error.into().context(self.path.display().to_string()))
     }
 
-    /// The file as it is, from wherever it stands.
-    pub(crate) fn into_file(self) -> File {
-        self.file
+    /// Copy the stream into memory that nobody can change: check and use that, not the file, which may change in between.
+    pub(crate) fn seal(&self) -> Result<SealedImage, Failure> {
+        SealedImage::copy(self.stream()?).map_err(|error| self.failure(error))
     }
 }
 

@@ -15,6 +15,7 @@ use sumac::{Dtype, OpDesc, Order, Path, ReduceOp};
 use sumac_hal::hosted::{HostedError, HostedPort};
 use sumac_hal::ids::Rank;
 use sumac_hal::port::Port;
+use sumac_hal::shm::DeviceUsers;
 use sumac_hal::udp::UdpConfig;
 use thiserror::Error;
 
@@ -84,6 +85,7 @@ impl Probe {
             // Links are what is tested.
             attach: if verbs.is_some() { Attach::Verbs } else { Attach::Udp },
             machine: None,
+            device_users: DeviceUsers::own(),
             terms,
         };
         let (session, membership) = Session::join_on(controller, request, devices, timeout, |_| None)?;

@@ -2,7 +2,7 @@
 //!
 //! | the rank asks for | it is possible | it is not |
 //! |---|---|---|
-//! | auto | by reference | by packets; the log says why |
+//! | auto | by reference | by packets; the rank is told why |
 //! | shm | by reference | no tree, for that reason |
 //! | rdma | by reference, from whichever host | no tree, for that reason |
 //! | udp, verbs | by packets | by packets |
@@ -16,6 +16,7 @@
 use super::{PlacedNode, Placement};
 use crate::controller::proto::{Attach, JoinRequest};
 use sumac_hal::ctrl::{Announce, ChildMask};
+use sumac_hal::shm::DEVICE_USER_VARIABLE;
 use thiserror::Error;
 
 /// Why a rank contributes by packets.
@@ -36,6 +37,28 @@ enum ByPackets<'a> {
     /// The rank can't say where it is.
     #[error("the rank's system tells no name of its machine")]
     NoMachine,
+    /// The rank does not trust the device.
+    #[error(
+        "the device runs as user {device}, and the rank, of user {rank}, shares memory with devices of its own user and of \
+         root, and of the one that {DEVICE_USER_VARIABLE} names to it"
+    )]
+    DeviceUser {
+        /// The device's.
+        device: u32,
+        /// The rank's.
+        rank: u32,
+    },
+    /// The device does not let the rank in.
+    #[error(
+        "the device, of user {device}, serves ranks of its own user and of root alone, and the rank runs as {rank}; run the \
+         device as root, or name its user to it in {DEVICE_USER_VARIABLE}"
+    )]
+    RankUser {
+        /// The device's.
+        device: u32,
+        /// The rank's.
+        rank: u32,
+    },
     /// They don't share memory.
     #[error("the rank is on machine {rank}, the device on {device}")]
     OtherMachine {
@@ -64,6 +87,13 @@ fn by_reference<'a>(request: &'a JoinRequest, device: &'a Announce) -> Result<()
     if *machine != bus.machine {
         return Err(ByPackets::OtherMachine { rank: machine, device: &bus.machine });
     }
+    let (device, users) = (bus.user.uid, &request.device_users);
+    if !users.admit(device) {
+        return Err(ByPackets::DeviceUser { device, rank: users.own });
+    }
+    if !bus.user.serves(users.own) {
+        return Err(ByPackets::RankUser { device, rank: users.own });
+    }
     Ok(())
 }
 
@@ -86,6 +116,9 @@ impl Placement {
             }
             by_its_packets(request, node)?;
             tracing::debug!(job = request.job, %rank, device, %why, "contributes by packets");
+            if why != ByPackets::Asked {
+                self.by_packets.insert(rank, why.to_string());
+            }
         }
         Ok(())
     }
@@ -101,6 +134,10 @@ impl Placement {
         }
         let mut there = requests.iter().zip(&self.ranks).filter(|(_, (leaf, _))| *leaf == index);
         there.try_for_each(|(request, _)| by_its_packets(request, node))?;
+        let there = requests.iter().zip(&self.ranks).filter(|(_, (leaf, _))| *leaf == index);
+        there.filter(|(request, _)| request.attach.may_share_memory()).for_each(|(request, _)| {
+            self.by_packets.entry(request.rank).or_insert_with(|| why.to_owned());
+        });
         tracing::warn!(group = %self.group, device, why, "its ranks contribute by packets instead of by reference");
         node.by_reference = ChildMask::EMPTY;
         Ok(())

@@ -7,6 +7,7 @@ use super::*;
 use std::time::Instant;
 use sumac_hal::ids::Epoch;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
+use sumac_hal::shm::DeviceUsers;
 
 /// Longer than anything here takes, and shorter than a controller waits for a device.
 pub(super) const SOON: Duration = Duration::from_secs(4);
@@ -100,6 +101,7 @@ pub(super) fn request(rank: u32, world: u32) -> JoinRequest {
         max_packet_len_bytes: PACKET_LEN,
         attach: Attach::Udp,
         machine: None,
+        device_users: DeviceUsers::own(),
         terms: Terms { moves: true, ..Terms::default() },
     }
 }

@@ -9,7 +9,7 @@ use crate::plan::Child;
 use crate::reference::Transfer;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
-use sumac_hal::ctrl::{Bus, FrameReader, Greeting, TimersConfig, send};
+use sumac_hal::ctrl::{Bus, BusUser, FrameReader, Greeting, TimersConfig, send};
 use sumac_hal::ids::{ChildIndex, Rank};
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::port::Addr;
@@ -80,9 +80,11 @@ fn tree(rank: Rank, socket: &str) -> TreeMembership {
         bus: Some(Bus {
             machine: "here".try_into().expect("short"),
             socket: socket.try_into().expect("short"),
+            user: BusUser::ROOT,
             redo_memory_bytes: 1 << 20,
             remote: None,
         }),
+        by_packets: None,
     }
 }
 

@@ -199,7 +199,8 @@ fn who_can_not_attach_is_told_why() {
     assert!(matches!(error, AttachError::Refused(AttachRefusal::Attached)), "{error}");
     assert!(matches!(attach_to(Behaviour::Queues(3)), AttachError::Queues(3)));
     let error = attach_to(Behaviour::Aligns(8192));
-    assert!(matches!(error, AttachError::Alignment { found: 8192, max: 4096 }), "{error}");
+    let is_alignment = matches!(&error, AttachError::Function(why) if why.to_string().contains("multiples of 8192"));
+    assert!(is_alignment, "{error}");
     let has = Features::BY_REFERENCE | Features::REDO;
     let error = attach_to(Behaviour::Has(has));
     assert!(matches!(error, AttachError::Features { has: found, .. } if found == has), "{error}");

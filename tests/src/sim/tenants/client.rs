@@ -11,6 +11,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 use sumac::controller::proto::{Attach, ClientReply, ClientRequest, JoinRequest, Membership, Terms};
 use sumac_hal::ids::Rank;
+use sumac_hal::shm::DeviceUsers;
 
 impl World<'_, '_> {
     fn request(&self, (job, rank): (usize, usize)) -> JoinRequest {
@@ -27,6 +28,7 @@ impl World<'_, '_> {
             max_packet_len_bytes: 65_507,
             attach: Attach::Udp,
             machine: None,
+            device_users: DeviceUsers::own(),
             terms: Terms { tenant: Tenancy::tenant(plan.tenant), wait_ms: plan.wait_ms, moves: plan.moves },
         }
     }

@@ -201,6 +201,20 @@ fn only_who_has_the_key_gets_a_seat_and_one() {
 }
 
 #[test]
+fn redo_slots_are_zeroed_for_the_group_that_gets_them() {
+    roomy(|rig| {
+        let (start, slot_len_bytes, slots) = rig.node.redo_slots(GROUP).expect("children by reference");
+        let (given, rest) = rig.bus.memory.redo.split_at(start as usize / 8 + slot_len_bytes * slots / 8);
+        let is = |word: &AtomicU64, value: u64| word.load(Ordering::Relaxed) == value;
+        assert!(
+            !given.is_empty() && given[start as usize / 8..].iter().all(|word| is(word, 0)),
+            "a group before is there"
+        );
+        assert!(!rest.is_empty() && rest.iter().all(|word| is(word, u64::MAX)), "what is of no group is untouched");
+    });
+}
+
+#[test]
 fn a_rank_registers_what_is_in_its_arena_and_nothing_else() {
     roomy(|mut rig| {
         assert!(rig.is_seated(0, 0));

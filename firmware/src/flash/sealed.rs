@@ -1,0 +1,153 @@
+//! The bytes of an image, in memory that nobody can change any more: what is checked is what is pushed.
+//!
+//! A file can be written to, or replaced, by whoever may do that, also between its check and its push; a digest that is taken
+//! on the way finds out when most of it is on the card. So the stream is copied once, sealed, and only then looked at. It
+//! takes as much memory as the stream is long, of the kind that can be swapped out, until the push is over.
+//!
+//! Invariant: the file of a [`SealedImage`] is a `memfd` sealed against writing, growing, shrinking and further seals.
+
+use super::check::STREAM_MAX_BYTES;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::process::Stdio;
+use thiserror::Error;
+
+/// Why there is no copy of an image.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum SealError {
+    /// It is longer than any boot stream.
+    #[error("the stream has more than {STREAM_MAX_BYTES} bytes, the most that a card takes")]
+    TooLong,
+    /// It can't be read.
+    #[error("{0}")]
+    Read(io::Error),
+    /// The system has no memory for it, or none that can be sealed.
+    #[error("no memory for a copy of the stream, which takes as much as the stream is long: {0}")]
+    Memory(io::Error),
+}
+
+/// An image that stays as it is.
+#[derive(Debug)]
+pub struct SealedImage {
+    file: File,
+    len_bytes: u64,
+}
+
+impl SealedImage {
+    /// Copy a stream of at most [`STREAM_MAX_BYTES`].
+    ///
+    /// # Errors
+    /// [`SealError`].
+    pub fn copy(stream: impl Read) -> Result<Self, SealError> {
+        Self::copy_within(stream, STREAM_MAX_BYTES)
+    }
+
+    fn copy_within(mut stream: impl Read, max_bytes: u64) -> Result<Self, SealError> {
+        let memory = |errno: rustix::io::Errno| SealError::Memory(errno.into());
+        let file = memfd_create("sumac-image", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(memory)?;
+        let mut file = File::from(file);
+        let mut buffer = vec![0; 1 << 20];
+        let mut len_bytes = 0;
+        loop {
+            let len = match stream.read(&mut buffer) {
+                Ok(0) => break,
+                Ok(len) => len,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(SealError::Read(error)),
+            };
+            len_bytes += len as u64;
+            if len_bytes > max_bytes {
+                return Err(SealError::TooLong);
+            }
+            io::Write::write_all(&mut file, &buffer[..len]).map_err(SealError::Memory)?;
+        }
+        let seals = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
+        fcntl_add_seals(&file, seals).map_err(memory)?;
+        Ok(Self { file, len_bytes })
+    }
+
+    /// Return its length in bytes.
+    pub fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    /// Read it from its beginning.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn reader(&self) -> io::Result<impl Read + '_> {
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(0))?;
+        Ok(file)
+    }
+
+    /// Give it to a process as its input.
+    pub(super) fn into_stdin(self) -> Stdio {
+        self.file.into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::flash::serve_boot;
+    use crate::rshim::Rshim;
+    use sha2::{Digest, Sha256};
+    use std::os::fd::AsRawFd;
+
+    /// A file that is swapped between its check and its push, in place or by another of that name, is not what is pushed.
+    #[test]
+    fn image_swapped_between_check_and_push_sends_the_checked_bytes() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (path, boot) = (folder.path().join("image"), folder.path().join("boot"));
+        let good: Vec<u8> = (0..100_000_u32).map(|at| at as u8).collect();
+        std::fs::write(&path, &good).expect("written");
+        let source = File::open(&path).expect("there");
+        let sealed = SealedImage::copy(&source).expect("memory");
+        let mut checked = Vec::new();
+        sealed.reader().expect("it can be read").read_to_end(&mut checked).expect("it can be read");
+        assert!(checked == good && sealed.len_bytes() == good.len() as u64);
+        std::fs::write(&path, vec![0xee; good.len()]).expect("written");
+        std::fs::write(&boot, "").expect("written");
+        let card = Rshim::new(&folder.path().display().to_string());
+        let sha256 = Sha256::digest(&checked).into();
+        serve_boot(&card, sealed.file, good.len() as u64, &sha256, &mut Vec::new()).expect("listened to");
+        assert!(std::fs::read(&boot).expect("there") == good, "what was checked, all of it");
+    }
+
+    #[test]
+    fn sealed_bytes_are_changed_by_nobody_who_has_the_descriptor() {
+        let sealed = SealedImage::copy(&b"checked"[..]).expect("memory");
+        let again = std::fs::OpenOptions::new().write(true).open(format!("/proc/self/fd/{}", sealed.file.as_raw_fd()));
+        let mut again = again.expect("the file's mode allows it");
+        assert!(io::Write::write(&mut again, b"x").is_err() && again.set_len(0).is_err() && again.set_len(99).is_err());
+        let mut found = String::new();
+        sealed.reader().expect("it can be read").read_to_string(&mut found).expect("it can be read");
+        assert_eq!(found, "checked");
+    }
+
+    #[test]
+    fn stream_beyond_the_limit_is_refused_before_it_is_read_to_its_end() {
+        let mut read = 0;
+        let endless = io::repeat(1).take(u64::MAX);
+        let counted = Counted { inner: endless, read: &mut read };
+        assert!(matches!(SealedImage::copy_within(counted, 3 << 20), Err(SealError::TooLong)));
+        assert!(read <= 4 << 20, "{read} bytes of an endless stream");
+        assert_eq!(SealedImage::copy_within(io::repeat(1).take(5), 5).expect("it fits").len_bytes(), 5);
+    }
+
+    struct Counted<'a, R> {
+        inner: R,
+        read: &'a mut u64,
+    }
+
+    impl<R: Read> Read for Counted<'_, R> {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            let len = self.inner.read(buffer)?;
+            *self.read += len as u64;
+            Ok(len)
+        }
+    }
+}
