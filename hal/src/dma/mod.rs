@@ -40,12 +40,13 @@ pub(crate) mod kernels;
 mod memory;
 mod processor;
 mod region;
+pub(crate) mod shared;
 #[cfg(test)]
 mod tests;
 
 pub use capabilities::{Capabilities, DtypeSet, OpSet, Profile};
 pub use descriptor::{Address, Chain, DESCRIPTOR_WORDS, Descriptor, DescriptorError, RegionKey, Scope, Step, Tag};
-pub use memory::DmaMemory;
+pub use memory::{Backing, DmaMemory};
 pub use processor::Processor;
 pub use region::{RegionError, RegionTable, RegisterError, Span};
 

@@ -8,7 +8,7 @@
 //! - a step touches bytes of mapped regions only, each checked against its region just before;
 //! - there is a place for the completion of every chain that is taken.
 
-use super::kernels::Action;
+use super::kernels::{Action, Elements, WORKSPACE_BLOCK_LEN_BYTES, Workspace};
 use super::{
     Address, Capabilities, Chain, Completion, Engine, LocalMemory, Profile, RegionKey, Scope, Span, Status, Step,
     SubmitError,
@@ -33,20 +33,11 @@ pub struct Processor<'m, const REGIONS: usize, const COMPLETIONS: usize> {
     /// The region of the device's own memory.
     local: Option<RegionKey>,
     ended: Deque<Completion, COMPLETIONS>,
+    workspace: Workspace,
 }
 
-/// Consecutive bytes of a region.
-#[derive(Clone, Copy, PartialEq, Eq)]
-struct Bytes {
-    base: *mut u8,
-    len_bytes: usize,
-}
-
-impl Bytes {
-    fn overlaps(&self, other: &Self) -> bool {
-        let (a, b) = (self.base.addr(), other.base.addr());
-        a < b + other.len_bytes && b < a + self.len_bytes
-    }
+fn overlaps(a: Elements, b: Elements) -> bool {
+    a.base.addr() < b.base.addr() + b.len_bytes && b.base.addr() < a.base.addr() + a.len_bytes
 }
 
 impl<'m, const REGIONS: usize, const COMPLETIONS: usize> Processor<'m, REGIONS, COMPLETIONS> {
@@ -59,6 +50,7 @@ impl<'m, const REGIONS: usize, const COMPLETIONS: usize> Processor<'m, REGIONS, 
             places: [Place { generation: 0, memory: None }; REGIONS],
             local: None,
             ended: Deque::new(),
+            workspace: Workspace::new(),
         }
     }
 
@@ -74,7 +66,7 @@ impl<'m, const REGIONS: usize, const COMPLETIONS: usize> Processor<'m, REGIONS, 
         true
     }
 
-    /// The same for the device's own memory, of which there is one region.
+    /// The same for the device's own memory, of which there is one region: nobody else in this program touches it any more.
     #[must_use = "what is not mapped can't be reached"]
     pub fn map_local(&mut self, key: RegionKey, memory: &'m [AtomicU64]) -> bool {
         let mapped = self.local.is_none() && self.map(key, memory);
@@ -104,7 +96,7 @@ impl<'m, const REGIONS: usize, const COMPLETIONS: usize> Processor<'m, REGIONS, 
         !self.ended.is_empty()
     }
 
-    fn bytes(&self, address: Address, len_bytes: u64) -> Result<Bytes, Status> {
+    fn bytes(&self, address: Address, len_bytes: u64) -> Result<Elements, Status> {
         let place = self.places.get(usize::from(address.region.index)).ok_or(Status::BadRegion)?;
         let memory = match place.memory {
             Some(memory) if place.generation == address.region.generation => memory,
@@ -117,36 +109,44 @@ impl<'m, const REGIONS: usize, const COMPLETIONS: usize> Processor<'m, REGIONS, 
         }
         // `AtomicU64` may be written through a shared borrow, so through the pointer that this makes.
         let base = memory.as_ptr().cast_mut().cast::<u8>().wrapping_add(address.offset_bytes as usize);
-        Ok(Bytes { base, len_bytes: len_bytes as usize })
+        Ok(Elements { base, len_bytes: len_bytes as usize })
     }
 
-    fn run(&self, step: &Step) -> Result<(), Status> {
+    fn run(&mut self, step: &Step) -> Result<(), Status> {
         self.capabilities.check(step)?;
         let dst = self.bytes(step.dst(), step.dst_len_bytes())?;
-        let action = match *step {
-            Step::Copy { .. } => Some(Action::Copy),
-            Step::Load { source, accumulator, .. } => Action::load(source, accumulator),
-            Step::Reduce { op, source, accumulator, .. } => Action::reduce(op, source, accumulator),
-            Step::Store { op, output, ranks, .. } => Action::store(op, output, ranks),
+        let (action, count) = match *step {
+            Step::Copy { len_bytes, .. } => (Some(Action::Copy), len_bytes),
+            Step::Load { source, accumulator, count, .. } => (Action::load(source, accumulator), count),
+            Step::Reduce { op, source, accumulator, count, .. } => (Action::reduce(op, source, accumulator), count),
+            Step::Store { op, output, ranks, count, .. } => (Action::store(op, output, ranks), count),
             Step::Publish { words, .. } => return self.publish(step.dst(), words),
         };
-        let action = action.ok_or(Status::Unsupported)?;
+        let (action, count) = (action.ok_or(Status::Unsupported)?, count as usize);
         let src = self.bytes(step.src().ok_or(Status::Unsupported)?, step.src_len_bytes())?;
         let action = match action {
             Action::Store(kernel, ranks) if src == dst => Action::Finish(kernel, ranks),
-            _ if src.overlaps(&dst) => return Err(Status::Overlap),
+            _ if overlaps(src, dst) => return Err(Status::Overlap),
             action => action,
         };
-        // SAFETY: the bytes lie in memory that is borrowed for 'm as atomics, and this is the only slice of it. Who writes
-        // there meanwhile, against the rules, spoils the numbers and nothing else: no value is an index or a length.
-        if action.apply_in_place(unsafe { slice::from_raw_parts_mut(dst.base, dst.len_bytes) }) {
-            return Ok(());
+        // `check` has seen to it that there is at least one.
+        let (dst_bytes, src_bytes) = (dst.len_bytes / count, src.len_bytes / count);
+        let block = WORKSPACE_BLOCK_LEN_BYTES / dst_bytes.max(src_bytes);
+        for from in (0..count).step_by(block) {
+            let elements = block.min(count - from);
+            let cut = |of: Elements, bytes: usize| Elements {
+                base: of.base.wrapping_add(from * bytes),
+                len_bytes: elements * bytes,
+            };
+            // SAFETY: both lie in memory that is borrowed for 'm as atomics, so it stays, and may be read and written
+            // through a shared borrow; they are disjoint, or one. Who writes there meanwhile, which a peer across a BAR can
+            // whenever it likes, spoils the numbers and nothing else: they are copied before they are used, and none is an
+            // index or a length.
+            unsafe {
+                self.workspace.step(action, cut(dst, dst_bytes), cut(src, src_bytes), false);
+                self.workspace.flush();
+            }
         }
-        // SAFETY: as above; the two are disjoint.
-        let (dst, src) = unsafe {
-            (slice::from_raw_parts_mut(dst.base, dst.len_bytes), slice::from_raw_parts(src.base, src.len_bytes))
-        };
-        action.apply(dst, src);
         Ok(())
     }
 
@@ -179,7 +179,8 @@ impl<const REGIONS: usize, const COMPLETIONS: usize> Engine for Processor<'_, RE
         if self.ended.is_full() {
             return Err(SubmitError::Full { depth: self.capabilities.queue_depth });
         }
-        let failed = chain.steps.iter().enumerate().find_map(|(at, step)| Some((self.run(step).err()?, at)));
+        let run = |(at, step)| Some((self.run(step).err()?, at));
+        let failed = chain.steps.iter().enumerate().find_map(run);
         let (status, step) = failed.unwrap_or((Status::Done, steps));
         // There is room, as was seen above.
         let _ = self.ended.push_back(Completion { tag: chain.tag, status, step: step as u16 });
@@ -206,10 +207,12 @@ impl<const REGIONS: usize, const COMPLETIONS: usize> LocalMemory for Processor<'
             return Err(Status::BadRegion);
         }
         let (dst, src) = (self.bytes(dst.address, dst.len_bytes)?, self.bytes(src.address, src.len_bytes)?);
-        if dst.overlaps(&src) {
+        if overlaps(dst, src) {
             return Err(Status::Overlap);
         }
-        // SAFETY: as in `run`: both lie in memory that is borrowed for 'm, and they are disjoint.
+        // SAFETY: both lie in memory that is borrowed for 'm, and they are disjoint. It is the device's own, which nobody
+        // else writes: `map_local` asks for that. A peer that can write across a BAR all the same, and does, spoils
+        // numbers: what `work` is given it combines, and takes no index or length from.
         let (dst, src) = unsafe {
             (slice::from_raw_parts_mut(dst.base, dst.len_bytes), slice::from_raw_parts(src.base, src.len_bytes))
         };

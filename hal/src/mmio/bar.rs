@@ -10,9 +10,7 @@ use bitflags::bitflags;
 use core::marker::PhantomData;
 use core::mem::offset_of;
 use core::ptr::NonNull;
-use core::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
-use volatile::access::ReadWrite;
-use volatile::{VolatileFieldAccess, VolatilePtr};
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 /// "SUMA" in ASCII, the first byte lowest.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"SUMA");
@@ -91,8 +89,7 @@ bitflags! {
     }
 }
 
-/// The device's registers.
-#[derive(VolatileFieldAccess)]
+/// The device's registers: for their offsets only. Each is read and written as one atomic of its size.
 #[repr(C)]
 struct Registers {
     magic: u32,
@@ -265,7 +262,7 @@ pub struct Bar<'a> {
     memory: PhantomData<&'a [AtomicU64]>,
 }
 
-// SAFETY: all accesses are to atomics, or volatile ones to registers that one side alone writes; see `Bar::create`.
+// SAFETY: all accesses are to atomics, whatever the other side does to them.
 unsafe impl Send for Bar<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Bar<'_> {}
@@ -292,20 +289,21 @@ impl<'a> Bar<'a> {
     /// [`BarError`].
     pub fn create(memory: &'a [AtomicU64], config: &FunctionConfig) -> Result<Self, BarError> {
         let bar = Self::in_memory(memory, config.queues, config.depth)?;
-        let registers = bar.registers();
-        registers.magic().write(MAGIC.to_le());
-        registers.version().write((u32::from(VERSION_MAJOR) << 16 | u32::from(VERSION_MINOR)).to_le());
-        registers.boot_id().write(config.boot_id.0.to_le());
-        registers.bar_len_bytes().write((bar_len_bytes(config.queues, config.depth) as u64).to_le());
-        registers.features().write(config.features.bits().to_le());
-        registers.queue_count().write(config.queues.to_le());
-        registers.queue_depth().write(config.depth.to_le());
-        registers.queue_stride_bytes().write((queue_stride_bytes(config.depth) as u32).to_le());
-        registers.dma_profile().write((config.dma.profile as u32).to_le());
-        registers.dma_dtypes().write(config.dma.dtypes.bits().to_le());
-        registers.dma_ops().write(config.dma.ops.bits().to_le());
-        registers.dma_alignment_bytes().write(config.dma.alignment_bytes.to_le());
-        registers.dma_max_len_bytes().write(config.dma.max_len_bytes.to_le());
+        let word = |offset, value: u32| bar.word(offset).store(value.to_le(), Ordering::Relaxed);
+        let wide = |offset, value: u64| bar.wide(offset).store(value.to_le(), Ordering::Relaxed);
+        word(offset_of!(Registers, magic), MAGIC);
+        word(offset_of!(Registers, version), u32::from(VERSION_MAJOR) << 16 | u32::from(VERSION_MINOR));
+        wide(offset_of!(Registers, boot_id), config.boot_id.0);
+        wide(offset_of!(Registers, bar_len_bytes), bar_len_bytes(config.queues, config.depth) as u64);
+        word(offset_of!(Registers, features), config.features.bits());
+        word(offset_of!(Registers, queue_count), config.queues);
+        word(offset_of!(Registers, queue_depth), config.depth);
+        word(offset_of!(Registers, queue_stride_bytes), queue_stride_bytes(config.depth) as u32);
+        word(offset_of!(Registers, dma_profile), config.dma.profile as u32);
+        word(offset_of!(Registers, dma_dtypes), config.dma.dtypes.bits());
+        word(offset_of!(Registers, dma_ops), config.dma.ops.bits());
+        word(offset_of!(Registers, dma_alignment_bytes), config.dma.alignment_bytes);
+        word(offset_of!(Registers, dma_max_len_bytes), config.dma.max_len_bytes);
         bar.set_status(DeviceStatus::READY);
         Ok(bar)
     }
@@ -318,12 +316,13 @@ impl<'a> Bar<'a> {
         // Enough for the registers; a BAR of one queue less than there can be is too short below.
         let registers = Self::in_memory(memory, 2, DEPTH_MIN)?;
         let status = registers.status();
-        let read = registers.registers();
-        let magic = u32::from_le(read.magic().read());
+        let word = |offset: usize| u32::from_le(registers.word(offset).load(Ordering::Relaxed));
+        let wide = |offset: usize| u64::from_le(registers.wide(offset).load(Ordering::Relaxed));
+        let magic = word(offset_of!(Registers, magic));
         if magic != MAGIC {
             return Err(ProbeError::Magic(magic));
         }
-        let version = u32::from_le(read.version().read());
+        let version = word(offset_of!(Registers, version));
         let (major, minor) = ((version >> 16) as u16, version as u16);
         if major != VERSION_MAJOR {
             return Err(ProbeError::Version { major, minor });
@@ -331,31 +330,31 @@ impl<'a> Bar<'a> {
         if !status.contains(DeviceStatus::READY) || status.contains(DeviceStatus::FAILED) {
             return Err(ProbeError::Status(status));
         }
-        let depth = u32::from_le(read.queue_depth().read());
-        let bar = Self::in_memory(memory, u32::from_le(read.queue_count().read()), depth)?;
+        let depth = word(offset_of!(Registers, queue_depth));
+        let bar = Self::in_memory(memory, word(offset_of!(Registers, queue_count)), depth)?;
         let expect =
             |offset, value: u64, holds: bool| if holds { Ok(()) } else { Err(ProbeError::Value { offset, value }) };
-        let stride = u32::from_le(read.queue_stride_bytes().read());
+        let stride = word(offset_of!(Registers, queue_stride_bytes));
         expect(0x28, stride.into(), stride as usize == queue_stride_bytes(depth))?;
-        let len_bytes = u64::from_le(read.bar_len_bytes().read());
+        let len_bytes = wide(offset_of!(Registers, bar_len_bytes));
         expect(0x10, len_bytes, len_bytes == bar_len_bytes(bar.queues, depth) as u64)?;
-        let number = u32::from_le(read.dma_profile().read());
+        let number = word(offset_of!(Registers, dma_profile));
         let profile = Profile::ALL.into_iter().find(|&profile| profile as u32 == number);
         let profile = profile.ok_or(ProbeError::Value { offset: 0x30, value: number.into() })?;
-        let alignment_bytes = u32::from_le(read.dma_alignment_bytes().read());
+        let alignment_bytes = word(offset_of!(Registers, dma_alignment_bytes));
         expect(0x3c, alignment_bytes.into(), alignment_bytes.is_power_of_two())?;
         if alignment_bytes > DMA_ALIGNMENT_MAX_BYTES {
             return Err(ProbeError::Alignment { found: alignment_bytes });
         }
         let mut dma = Capabilities::new(profile, 0, 0)
             .with_alignment(alignment_bytes)
-            .with_max_len(u32::from_le(read.dma_max_len_bytes().read()));
-        dma.dtypes = DtypeSet::from_bits(u32::from_le(read.dma_dtypes().read()));
-        dma.ops = OpSet::from_bits(u32::from_le(read.dma_ops().read()));
+            .with_max_len(word(offset_of!(Registers, dma_max_len_bytes)));
+        dma.dtypes = DtypeSet::from_bits(word(offset_of!(Registers, dma_dtypes)));
+        dma.ops = OpSet::from_bits(word(offset_of!(Registers, dma_ops)));
         let identity = Identity {
-            boot_id: BootId(u64::from_le(read.boot_id().read())),
+            boot_id: BootId(wide(offset_of!(Registers, boot_id))),
             version_minor: minor,
-            features: Features::from_bits_truncate(u32::from_le(read.features().read())),
+            features: Features::from_bits_truncate(word(offset_of!(Registers, features))),
             dma,
         };
         Ok((bar, identity))
@@ -424,48 +423,49 @@ impl<'a> Bar<'a> {
 
     /// Return the device's status; whatever it wrote before is visible afterwards.
     pub fn status(&self) -> DeviceStatus {
-        let status = DeviceStatus::from_bits_truncate(u32::from_le(self.registers().status().read()));
-        fence(Ordering::Acquire);
-        status
+        let status = self.word(offset_of!(Registers, status)).load(Ordering::Acquire);
+        DeviceStatus::from_bits_truncate(u32::from_le(status))
     }
 
     /// Set the status, as the device.
     pub fn set_status(&self, status: DeviceStatus) {
-        fence(Ordering::Release);
-        self.registers().status().write(status.bits().to_le());
+        self.word(offset_of!(Registers, status)).store(status.bits().to_le(), Ordering::Release);
     }
 
     /// Return the heartbeat; see [`Features::HEARTBEAT`].
     pub fn heartbeat(&self) -> u32 {
-        u32::from_le(self.registers().heartbeat().read())
+        u32::from_le(self.word(offset_of!(Registers, heartbeat)).load(Ordering::Relaxed))
     }
 
     /// Set the heartbeat, as the device.
     pub fn set_heartbeat(&self, beat: u32) {
-        self.registers().heartbeat().write(beat.to_le());
+        self.word(offset_of!(Registers, heartbeat)).store(beat.to_le(), Ordering::Relaxed);
     }
 
     /// Return what the host asks for.
     pub fn control(&self) -> HostControl {
-        let control = HostControl::from_bits_truncate(u32::from_le(self.control_register().read()));
-        fence(Ordering::Acquire);
-        control
+        let control = self.word(CONTROL_OFFSET).load(Ordering::Acquire);
+        HostControl::from_bits_truncate(u32::from_le(control))
     }
 
     /// Ask for something, as the host.
     pub fn set_control(&self, control: HostControl) {
-        fence(Ordering::Release);
-        self.control_register().write(control.bits().to_le());
+        self.word(CONTROL_OFFSET).store(control.bits().to_le(), Ordering::Release);
     }
 
-    fn registers(&self) -> VolatilePtr<'a, Registers, ReadWrite> {
-        // SAFETY: the registers are the first bytes of the memory, which is borrowed for 'a as atomics, so nobody has
-        // a plain reference to them; any bytes are valid integers.
-        unsafe { VolatilePtr::new(self.base.cast()) }
+    /// Return a register of 32 bits, below those of the queues.
+    fn word(&self, offset: usize) -> &'a AtomicU32 {
+        debug_assert!(offset.is_multiple_of(4) && offset < QUEUES_OFFSET);
+        // SAFETY: the registers are the first bytes of the memory, which is borrowed for 'a as atomics, so nobody has a
+        // plain reference to them. Each is reached by atomics of its own size only, here and by all that follow the layout; a
+        // peer that writes it in other pieces makes a value of them, and every value is one that the reader checks.
+        unsafe { self.base.add(offset).cast().as_ref() }
     }
 
-    fn control_register(&self) -> VolatilePtr<'a, u32, ReadWrite> {
-        // SAFETY: as above; the offset is in every BAR.
-        unsafe { VolatilePtr::new(self.base.add(CONTROL_OFFSET).cast()) }
+    /// Return a register of 64 bits.
+    fn wide(&self, offset: usize) -> &'a AtomicU64 {
+        debug_assert!(offset.is_multiple_of(8) && offset < QUEUES_OFFSET);
+        // SAFETY: as above.
+        unsafe { self.base.add(offset).cast().as_ref() }
     }
 }

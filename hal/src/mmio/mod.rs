@@ -41,9 +41,9 @@
 //! that many chunks have been answered, and not for each (as virtio's `used_event` does), or when one of them has
 //! failed. Answers to admin commands always ring.
 //!
-//! What is not named is 0 and reserved. Registers are accessed by `volatile`; that orders nothing, so a fence stands
-//! before the device says [`DeviceStatus::READY`] and after the host has seen it. Ring indices and doorbells are
-//! atomics ([`ring`](crate::ring)).
+//! What is not named is 0 and reserved. Registers are atomics of their own size, as ring indices and doorbells are
+//! ([`ring`](crate::ring)): both sides may write at the same time, and what the device wrote before it says
+//! [`DeviceStatus::READY`] is there once the host has seen that.
 //!
 //! Where host and device share no operating system, [`desk`] is how a rank gets its function.
 //!

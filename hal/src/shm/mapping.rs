@@ -6,7 +6,8 @@
 //! - Memory that was handed over to be read is never written but by the mapping that was there before: a descriptor that
 //!   is open for reading only would not do, because who has one can open its file again.
 
-use crate::dma::DmaMemory;
+use crate::dma::shared::{copy_in, copy_out};
+use crate::dma::{Backing, DmaMemory};
 use rustix::fs::{
     MemfdFlags, Mode, OFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
 };
@@ -87,6 +88,8 @@ struct Mapping {
     /// are few.
     file: Option<OwnedFd>,
     pages: Pages,
+    /// Which file it maps, and from where on. The mapping keeps the file.
+    backing: Backing,
 }
 
 // SAFETY: the mapping belongs to this value; what is done through its address, its users answer for.
@@ -151,11 +154,14 @@ impl Mapping {
         pages: Pages,
         protection: ProtFlags,
     ) -> Result<Self, MemoryError> {
+        let unknown = |errno| MemoryError::System { call: "fstat", len_bytes: len_bytes as u64, errno };
+        let status = fstat(file).map_err(unknown)?;
+        let backing = Backing::of_file(status.st_dev, status.st_ino, offset_bytes);
         // SAFETY: a new mapping, at an address that the system chooses.
         let base = unsafe { mmap(ptr::null_mut(), len_bytes, protection, MapFlags::SHARED, file, offset_bytes) };
         let failed = |errno| MemoryError::System { call: "mmap", len_bytes: len_bytes as u64, errno };
         let base = NonNull::new(base.map_err(failed)?.cast()).ok_or(failed(Errno::INVAL))?;
-        let mapping = Self { base, len_bytes, file: None, pages };
+        let mapping = Self { base, len_bytes, file: None, pages, backing };
         mapping.advise(Advice::LinuxHugepage);
         Ok(mapping)
     }
@@ -187,6 +193,7 @@ impl Mapping {
         let fresh = std::mem::ManuallyDrop::new(fresh);
         // SAFETY: read once, from a value that is not dropped.
         self.file = unsafe { ptr::read(&fresh.file) };
+        self.backing = fresh.backing;
         Ok(())
     }
 }
@@ -212,6 +219,10 @@ unsafe impl DmaMemory for Region {
 
     fn len_bytes(&self) -> usize {
         self.mapping.len_bytes
+    }
+
+    fn backing(&self) -> Backing {
+        self.mapping.backing
     }
 }
 
@@ -300,8 +311,8 @@ impl Region {
     #[track_caller]
     pub fn write(&self, offset_bytes: usize, bytes: &[u8]) {
         let at = self.at(offset_bytes, bytes.len());
-        // SAFETY: `at` has checked the bounds; `bytes` can't overlap memory that has no references.
-        unsafe { at.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        // SAFETY: `at` has checked the bounds, and the mapping is sealed, so that peers can't take it away.
+        unsafe { copy_in(at, bytes) };
     }
 
     /// Copy bytes out: a mixture of old and new where an engine writes meanwhile.
@@ -311,8 +322,8 @@ impl Region {
     #[track_caller]
     pub fn read(&self, offset_bytes: usize, bytes: &mut [u8]) {
         let at = self.at(offset_bytes, bytes.len());
-        // SAFETY: as above.
-        unsafe { at.copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len()) };
+        // SAFETY: as above. A peer that writes meanwhile makes each byte the old one or the new one.
+        unsafe { copy_out(bytes, at) };
     }
 
     /// Borrow the memory.
@@ -367,8 +378,9 @@ impl ReadOnly {
             return false;
         }
         let at = self.mapping.base.as_ptr().wrapping_add(offset_bytes as usize);
-        // SAFETY: the bounds were checked; `bytes` can't overlap memory that has no references.
-        unsafe { at.copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len()) };
+        // SAFETY: the bounds were checked, and the mapping is sealed. Its owner's writes meanwhile make each byte the old
+        // one or the new one.
+        unsafe { copy_out(bytes, at) };
         true
     }
 }

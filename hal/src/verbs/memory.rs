@@ -5,6 +5,7 @@
 use super::config::VerbsError;
 use super::objects::Domain;
 use crate::dma::DmaMemory;
+use crate::dma::shared::{copy_in, copy_out};
 use ibverbs_sys as ibv;
 use std::io;
 use std::ptr::NonNull;
@@ -103,8 +104,9 @@ impl Registered {
     /// If they are not all inside: a bug of the caller.
     pub(super) fn copy_out(&self, offset: usize, into: &mut [u8]) {
         self.check(offset, into.len());
-        // SAFETY: inside; the device is no thread of this program, so there is no race in its sense.
-        unsafe { self.base.add(offset).copy_to_nonoverlapping(NonNull::from(&mut *into).cast(), into.len()) };
+        // SAFETY: inside memory of this value's own. Peers write it through the device whenever they like: nobody has a
+        // reference to it, and each byte is copied once, the old one or the new one.
+        unsafe { copy_out(into, self.base.as_ptr().add(offset)) };
     }
 
     /// Copy bytes in, which peers may be reading.
@@ -114,7 +116,7 @@ impl Registered {
     pub(super) fn copy_in(&mut self, offset: usize, from: &[u8]) {
         self.check(offset, from.len());
         // SAFETY: as above.
-        unsafe { self.base.add(offset).copy_from_nonoverlapping(NonNull::from(from).cast(), from.len()) };
+        unsafe { copy_in(self.base.as_ptr().add(offset), from) };
     }
 
     pub(super) fn lkey(&self) -> u32 {

@@ -72,9 +72,22 @@ impl RankMask {
 
     /// Read a set from a packet's payload, which is exactly one.
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let bytes: [u8; Self::LEN_BYTES] = bytes.try_into().ok()?;
+        let bytes: &[u8; Self::LEN_BYTES] = bytes.try_into().ok()?;
+        Some(Self::from_array(bytes))
+    }
+
+    /// [`RankMask::from_bytes`] with a bug: the length is not checked. For `tests/fuzz`, whose search has to find it.
+    ///
+    /// # Panics
+    /// If there are fewer bytes.
+    #[cfg(feature = "planted")]
+    pub fn from_bytes_unchecked(bytes: &[u8]) -> Option<Self> {
+        bytes[..Self::LEN_BYTES].try_into().ok().map(Self::from_array)
+    }
+
+    fn from_array(bytes: &[u8; Self::LEN_BYTES]) -> Self {
         let (words, _) = bytes.as_chunks::<8>();
-        Some(Self(core::array::from_fn(|i| u64::from_le_bytes(words[i]))))
+        Self(core::array::from_fn(|i| u64::from_le_bytes(words[i])))
     }
 }
 

@@ -1,6 +1,7 @@
 //! Memory of this process that an engine can be given: a card's own, or a rank's where ranks are threads.
 
 use crate::dma::DmaMemory;
+use crate::dma::shared::{copy_in, copy_out};
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
 
@@ -40,18 +41,18 @@ impl HeapMemory {
         Self { base, layout }
     }
 
-    /// Copy bytes in, while no engine has a chain in flight that touches them.
+    /// Copy bytes in. What an engine reads there meanwhile is a mixture of old and new.
     ///
     /// # Panics
     /// If they do not fit.
     #[track_caller]
     pub fn write(&self, offset_bytes: usize, bytes: &[u8]) {
         let at = self.at(offset_bytes, bytes.len());
-        // SAFETY: `at` has checked the bounds, and nobody has a reference into this memory.
-        unsafe { at.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        // SAFETY: `at` has checked the bounds.
+        unsafe { copy_in(at, bytes) };
     }
 
-    /// Copy bytes out, while no engine has a chain in flight that writes them.
+    /// Copy bytes out: a mixture of old and new where an engine writes meanwhile.
     ///
     /// # Panics
     /// If there are not as many.
@@ -59,7 +60,7 @@ impl HeapMemory {
     pub fn read(&self, offset_bytes: usize, bytes: &mut [u8]) {
         let at = self.at(offset_bytes, bytes.len());
         // SAFETY: as above.
-        unsafe { at.copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len()) };
+        unsafe { copy_out(bytes, at) };
     }
 
     #[track_caller]

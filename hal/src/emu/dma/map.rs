@@ -6,7 +6,7 @@
 //!
 //! Invariant: a place's translation is written while the place is neither live nor pinned, and read while it is pinned.
 
-use crate::dma::{DmaMemory, RegionKey, Status};
+use crate::dma::{Backing, DmaMemory, RegionKey, Status};
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -56,6 +56,14 @@ pub enum MapError {
         /// The last generation there.
         now: u32,
     },
+    /// The memory is, in part, what the device's processor works on, or other memory would become that.
+    #[error("region {index} has bytes in common with region {other}, and one of them is the device's own memory")]
+    Shared {
+        /// The index.
+        index: u16,
+        /// The other's.
+        other: u16,
+    },
 }
 
 impl Map {
@@ -98,6 +106,19 @@ impl Map {
         true
     }
 
+    /// Return which region has bytes in common with `memory`, if one has.
+    pub(super) fn find_overlap(&self, memory: &dyn DmaMemory) -> Option<u16> {
+        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = self.places.iter().position(|place| {
+            // SAFETY: translations change under `changing` only, so this one is not written meanwhile.
+            let mapped = unsafe { &*place.memory.get() };
+            mapped.as_deref().is_some_and(|mapped| {
+                mapped.backing().overlaps(mapped.len_bytes(), &memory.backing(), memory.len_bytes())
+            })
+        });
+        at.map(|at| at as u16)
+    }
+
     /// Return how often a region is pinned now.
     #[cfg(test)]
     pub(super) fn pins(&self, key: RegionKey) -> u64 {
@@ -129,8 +150,8 @@ pub(super) struct Pin<'a> {
 }
 
 impl Pin<'_> {
-    /// Return where `len_bytes` bytes at `offset_bytes` of the region are, if they are in it.
-    pub(super) fn translate(&self, offset_bytes: u64, len_bytes: u64) -> Result<*mut u8, Status> {
+    /// Return where `len_bytes` bytes at `offset_bytes` of the region are, and of what they are a part, if they are in it.
+    pub(super) fn translate(&self, offset_bytes: u64, len_bytes: u64) -> Result<(*mut u8, Backing), Status> {
         // SAFETY: the place is pinned.
         let memory = unsafe { &*self.place.memory.get() }.as_ref().ok_or(Status::StaleRegion)?;
         let end = offset_bytes.checked_add(len_bytes).ok_or(Status::OutOfBounds)?;
@@ -138,7 +159,8 @@ impl Pin<'_> {
             return Err(Status::OutOfBounds);
         }
         // SAFETY: the offset is within the memory, by the check above.
-        Ok(unsafe { memory.base().as_ptr().add(offset_bytes as usize) })
+        let base = unsafe { memory.base().as_ptr().add(offset_bytes as usize) };
+        Ok((base, memory.backing().at(offset_bytes)))
     }
 }
 

@@ -170,6 +170,12 @@ impl EmuEngine {
     /// # Errors
     /// [`MapError`].
     pub fn map(&mut self, key: RegionKey, memory: Arc<dyn DmaMemory>) -> Result<(), MapError> {
+        let is_part = |(_, local): &&(RegionKey, Arc<dyn DmaMemory>)| {
+            local.backing().overlaps(local.len_bytes(), &memory.backing(), memory.len_bytes())
+        };
+        if let Some((other, _)) = self.local.iter().find(is_part) {
+            return Err(MapError::Shared { index: key.index, other: other.index });
+        }
         self.shared.map.map(key, memory)
     }
 
@@ -189,11 +195,15 @@ impl EmuEngine {
         self.map_local_memory(key, Arc::new(HeapMemory::new(len_bytes)))
     }
 
-    /// The same for memory that outlives the engine, which others may read, but nobody else writes.
+    /// The same for memory that outlives the engine, which others may read, but nobody else writes: nothing in this
+    /// process touches it any more, and where another process could, its mapping has to be sealed against writing.
     ///
     /// # Errors
     /// [`MapError`].
     pub fn map_local_memory(&mut self, key: RegionKey, memory: Arc<dyn DmaMemory>) -> Result<(), MapError> {
+        if let Some(other) = self.shared.map.find_overlap(&*memory) {
+            return Err(MapError::Shared { index: key.index, other });
+        }
         self.shared.map.map(key, memory.clone())?;
         self.local.push((key, memory));
         Ok(())
@@ -420,8 +430,10 @@ impl LocalMemory for EmuEngine {
             return Err(Status::Overlap);
         }
         // SAFETY: both lie in memory that is the engine's own and stays while it is mapped. No chain in flight touches
-        // them in a way that conflicts, none can be submitted while `work` runs, because that takes `self`, and nobody
-        // else ever gets a reference to this memory. The two are disjoint.
+        // them in a way that conflicts, by this key or by another (`map` lets no second region have any of it); none can be
+        // submitted while `work` runs, because that takes `self`. Others may only read it: who maps it sees to that, for
+        // other processes by the seal of what is handed over (`Region::read_only_file`), so that a peer that misbehaves
+        // can't write here either. The two are disjoint.
         let (to, from) = unsafe {
             (
                 NonNull::slice_from_raw_parts(to, dst.len_bytes as usize).as_mut(),

@@ -2,21 +2,20 @@
 //!
 //! Steps over equally many elements, between two publications, form a group. If no two of its spans overlap, apart
 //! from spans that are one and the same, then element i of every step depends on element i of others only, and the
-//! group may be done for a tile of elements at a time: the accumulators then stay in the L2 cache while all sources
-//! stream by. Otherwise, and always across a publication, steps are done one after the other.
+//! group may be done for a tile of elements at a time: the accumulators then stay where they are combined
+//! ([`Workspace`]) while all sources stream by, and are written once. Otherwise, and always across a publication, steps are
+//! done one after the other.
+//!
+//! What overlaps is told by what memory is a part of ([`Backing`]), not by its address: of a file that is registered twice
+//! each byte has two.
 //!
 //! Invariant: every span was checked against its pinned region before any pointer into it is used, and a step's
 //! source and destination are disjoint, except where results take the place of accumulators.
 
 use super::map::{Map, Pin};
-use crate::dma::kernels::Action;
-use crate::dma::{Address, Capabilities, RegionKey, Status, Step};
-use std::slice;
+use crate::dma::kernels::{Action, Elements, WORKSPACE_BLOCK_LEN_BYTES, Workspace};
+use crate::dma::{Address, Backing, Capabilities, RegionKey, Status, Step};
 use std::sync::atomic::{AtomicU64, Ordering, fence};
-
-/// Bytes of the widest span that a tile covers: with one source beside it, a part of any L2 cache, and long enough that
-/// the cost of a tile does not show and that prefetchers get going. Tests have many tiles of few bytes.
-const TILE_LEN_BYTES: usize = if cfg!(test) { 64 } else { 64 << 10 };
 
 /// A step whose addresses have been found good.
 struct Resolved {
@@ -30,17 +29,28 @@ enum Work {
 }
 
 /// Consecutive elements, `size_bytes` each.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy)]
 struct Span {
+    /// Where they are for this process: one of the addresses that they may have.
     base: *mut u8,
+    /// What they are a part of.
+    backing: Backing,
     size_bytes: usize,
     len_bytes: usize,
 }
 
 impl Span {
+    fn is_same(&self, other: &Self) -> bool {
+        (self.backing, self.size_bytes, self.len_bytes) == (other.backing, other.size_bytes, other.len_bytes)
+    }
+
     fn overlaps(&self, other: &Self) -> bool {
-        let (a, b) = (self.base.addr(), other.base.addr());
-        a < b + other.len_bytes && b < a + self.len_bytes
+        self.backing.overlaps(self.len_bytes, &other.backing, other.len_bytes)
+    }
+
+    /// Return `count` elements from `first` on.
+    fn cut(&self, first: usize, count: usize) -> Elements {
+        Elements { base: self.base.wrapping_add(first * self.size_bytes), len_bytes: count * self.size_bytes }
     }
 }
 
@@ -54,6 +64,7 @@ pub(super) struct Runner<'a> {
     pins: Vec<(RegionKey, Pin<'a>)>,
     steps: Vec<Resolved>,
     spans: Vec<(Span, bool)>,
+    workspace: Box<Workspace>,
 }
 
 // SAFETY: pins and pointers are of the chain that runs, and nobody sends a runner away while it runs; what it borrows
@@ -70,6 +81,7 @@ impl<'a> Runner<'a> {
             pins: Vec::with_capacity(2 * steps),
             steps: Vec::with_capacity(steps),
             spans: Vec::with_capacity(2 * steps),
+            workspace: Box::new(Workspace::new()),
         }
     }
 
@@ -98,7 +110,8 @@ impl<'a> Runner<'a> {
                 continue;
             }
             let (end, tiled) = self.group(at);
-            if !run_group(&self.steps[at..end], tiled, &aborted) {
+            // SAFETY: the regions of all steps are pinned until this returns.
+            if !unsafe { run_group(&mut self.workspace, &self.steps[at..end], tiled, &aborted) } {
                 ended = (Status::Aborted, at);
                 break;
             }
@@ -136,7 +149,7 @@ impl<'a> Runner<'a> {
             self.span(step.src().ok_or(Status::Unsupported)?, step.src_len_bytes(), unit(step.src_len_bytes(), count))?;
         let dst = self.span(step.dst(), step.dst_len_bytes(), unit(step.dst_len_bytes(), count))?;
         let action = match action {
-            Action::Store(kernel, ranks) if src == dst => Action::Finish(kernel, ranks),
+            Action::Store(kernel, ranks) if src.is_same(&dst) => Action::Finish(kernel, ranks),
             _ if src.overlaps(&dst) => return Err(Status::Overlap),
             action => action,
         };
@@ -155,11 +168,11 @@ impl<'a> Runner<'a> {
         if known.is_none() {
             self.pins.push((address.region, self.map.pin(address.region)?));
         }
-        let base = self.pins[index].1.translate(address.offset_bytes, len_bytes)?;
+        let (base, backing) = self.pins[index].1.translate(address.offset_bytes, len_bytes)?;
         if self.strict && !base.addr().is_multiple_of(value_bytes) {
             return Err(Status::Misaligned);
         }
-        Ok(Span { base, size_bytes, len_bytes: len_bytes as usize })
+        Ok(Span { base, backing, size_bytes, len_bytes: len_bytes as usize })
     }
 
     /// Find the steps from `first` on that form a group; return its end, and whether it may be done by tiles.
@@ -203,7 +216,7 @@ impl<'a> Runner<'a> {
 fn note(spans: &mut Vec<(Span, bool)>, span: Span, written: bool) -> bool {
     let mut known = None;
     for (index, (other, other_written)) in spans.iter().enumerate() {
-        if *other == span {
+        if other.is_same(&span) {
             known = Some(index);
         } else if (written || *other_written) && other.overlaps(&span) {
             // Also for a span that is known: so far it may only have been read, beside others.
@@ -218,30 +231,41 @@ fn note(spans: &mut Vec<(Span, bool)>, span: Span, written: bool) -> bool {
 }
 
 /// Do the steps of a group; false if it was aborted half-way.
-fn run_group(steps: &[Resolved], tiled: bool, aborted: &impl Fn() -> bool) -> bool {
+///
+/// # Safety
+/// The steps' spans lie in memory that is pinned until this returns.
+unsafe fn run_group(workspace: &mut Workspace, steps: &[Resolved], tiled: bool, aborted: &impl Fn() -> bool) -> bool {
     let Some(Resolved { work: Work::Elements { count, .. }, .. }) = steps.first() else { return true };
-    let widest = steps.iter().map(|step| step.dst.size_bytes).max().unwrap_or(1);
-    let tile = if tiled { (TILE_LEN_BYTES / widest).max(1) } else { *count };
+    let mut widest = 1;
+    for step in steps {
+        // A copy is in bytes, and those of one element may be many: it is none that has to fit.
+        let Work::Elements { action, src, .. } = &step.work else { continue };
+        if !matches!(action, Action::Copy) || tiled {
+            widest = widest.max(step.dst.size_bytes).max(src.size_bytes);
+        }
+    }
+    let tile = (WORKSPACE_BLOCK_LEN_BYTES / widest).max(1);
+    // Alone, a step goes by tiles as well: it is element by element.
     for from in (0..*count).step_by(tile) {
         if from > 0 && aborted() {
             return false;
         }
         let elements = tile.min(count - from);
-        for step in steps {
-            let Work::Elements { action, src, .. } = step.work else { continue };
-            let cut = |span: &Span| (span.base.wrapping_add(from * span.size_bytes), elements * span.size_bytes);
-            let ((src, src_len_bytes), (dst, dst_len_bytes)) = (cut(&src), cut(&step.dst));
-            // SAFETY: see below; if the action is for one span, this is the only slice.
-            if action.apply_in_place(unsafe { slice::from_raw_parts_mut(dst, dst_len_bytes) }) {
-                continue;
-            }
-            // SAFETY: both lie within spans that were checked against pinned memory, which is valid for reads and
-            // writes of any thread (`DmaMemory`), and they are disjoint for all other actions. Who writes to registered memory meanwhile,
-            // against the rules, spoils the numbers and nothing else: no value read here is an index or a length.
-            let (dst, src) =
-                unsafe { (slice::from_raw_parts_mut(dst, dst_len_bytes), slice::from_raw_parts(src, src_len_bytes)) };
-            action.apply(dst, src);
+        let cut = |span: &Span| span.cut(from, elements);
+        for (index, step) in steps.iter().enumerate() {
+            let Work::Elements { action, src, .. } = &step.work else { continue };
+            let next = steps.get(index + 1).map(|next| &next.work);
+            let keeps_source = matches!(next, Some(Work::Elements { action: Action::Copy, src: next, .. })
+                if next.is_same(src));
+            // SAFETY: both lie within spans that were checked against pinned memory, which is valid for reads and writes
+            // of any thread whatever anybody else does (`DmaMemory`). What a step writes is disjoint from what others
+            // touch unless that is the same (`note`, `resolve`). Peers can write there at the same time, whenever they like:
+            // nothing here is a reference to it, each byte is copied once before it is used, and no value read is an index
+            // or a length, so it is their own numbers that they spoil.
+            unsafe { workspace.step(*action, cut(&step.dst), cut(src), keeps_source) };
         }
+        // SAFETY: as above.
+        unsafe { workspace.flush() };
     }
     true
 }

@@ -19,8 +19,8 @@ pub use regions::MapMemoryError;
 
 use super::config::VerbsError;
 use crate::dma::{
-    Address, Capabilities, Chain, Completion, DmaMemory, Engine, LocalMemory, Profile, RegionKey, Scope, Span, Status,
-    Step, SubmitError,
+    Address, Backing, Capabilities, Chain, Completion, DmaMemory, Engine, LocalMemory, Profile, RegionKey, Scope, Span,
+    Status, Step, SubmitError,
 };
 use crate::remote::RemoteRegion;
 use regions::{Found, LANDING_MAX_BYTES, Mapped, Regions};
@@ -50,6 +50,8 @@ pub(super) struct Place {
     pub(super) peer: Option<u16>,
     /// What the peer is told when all of it is written, if it is.
     pub(super) word: Option<u32>,
+    /// What it is a part of, if it is this process's: by its address alone, memory that is mapped twice would be two.
+    pub(super) backing: Option<Backing>,
 }
 
 /// A copy for the hardware.
@@ -347,6 +349,9 @@ impl<C: Copier> Copying<C> {
 
 impl Place {
     fn meets(self, len_bytes: u64, other: Self, other_len_bytes: u64) -> bool {
+        if let (Some(own), Some(other)) = (self.backing, other.backing) {
+            return own.overlaps(len_bytes as usize, &other, other_len_bytes as usize);
+        }
         self.peer == other.peer
             && self.addr < other.addr.saturating_add(other_len_bytes)
             && other.addr < self.addr.saturating_add(len_bytes)
@@ -438,7 +443,9 @@ impl<C: Copier> LocalMemory for Copying<C> {
             return Err(Status::Overlap);
         }
         // SAFETY: both are inside mapped memory that is the device's own, they are disjoint, and no chain in flight writes
-        // either or reads `dst`.
+        // either or reads `dst`. Peers can't write it either, however they misbehave: it is registered for this device's
+        // own access only, so that the hardware refuses a peer's (`Copier::register`), and processes that map it have it
+        // for reading (`map_local_memory`).
         let (to, from) = unsafe { (slice::from_raw_parts_mut(to, dst_len), slice::from_raw_parts(from, src_len)) };
         Ok(work(to, from))
     }

@@ -98,7 +98,7 @@ impl<R> Regions<R> {
                 let addr = region.at(at.offset_bytes, len_bytes).map_err(|_| Status::OutOfBounds)?;
                 // Within a landing area, so of 32 bits.
                 let word = lands.then_some(at.offset_bytes as u32);
-                let place = Place { addr, key: region.rkey, peer: Some(*peer), word };
+                let place = Place { addr, key: region.rkey, peer: Some(*peer), word, backing: None };
                 Ok(Found { here: None, place, is_local: false })
             }
             Mapped::Here { memory, lkey, is_local, .. } => {
@@ -108,7 +108,9 @@ impl<R> Regions<R> {
                 }
                 // Inside memory that is there.
                 let here = memory.base().as_ptr().wrapping_add(at.offset_bytes as usize);
-                let place = Place { addr: here.expose_provenance() as u64, key: *lkey, peer: None, word: None };
+                let addr = here.expose_provenance() as u64;
+                let backing = Some(memory.backing().at(at.offset_bytes));
+                let place = Place { addr, key: *lkey, peer: None, word: None, backing };
                 Ok(Found { here: Some(here), place, is_local: *is_local })
             }
         }

@@ -1,5 +1,7 @@
 //! The engine against steps done one by one, in every profile, and what it refuses.
 
+#[cfg(feature = "shm")]
+mod aliases;
 mod life;
 mod refuse;
 
