@@ -25,7 +25,9 @@ impl Communicator {
     /// became of each bucket.
     ///
     /// # Errors
-    /// [`Error`]; tensors of buckets that were through before hold results, the others their input.
+    /// [`Error`]; tensors of buckets that were through before hold results, the others their input. What is harmless
+    /// ([`Error::is_harmless`]) is said of the first bucket alone, before anything is sent: a later one that is refused
+    /// ends the communicator.
     pub fn all_reduce_bucketed<T: Element>(
         &self,
         tensors: &mut [&mut [T]],
@@ -40,13 +42,23 @@ impl Communicator {
             }
             let mut values = Vec::with_capacity(tensors[bucket.clone()].iter().map(|tensor| tensor.len()).sum());
             tensors[bucket.clone()].iter().for_each(|tensor| values.extend_from_slice(tensor));
-            let handle = self.start_all_reduce_with(values, op, &CallOptions::default())?;
+            let started = self.start_all_reduce_with(values, op, &CallOptions::default());
+            let handle = started.map_err(|error| if bucket.start > 0 { self.end_by(error) } else { error })?;
             flying.push_back(Bucket { handle, tensors: bucket });
         }
         for bucket in flying {
             outcomes.push(land(bucket, tensors)?);
         }
         Ok(outcomes)
+    }
+}
+
+impl Communicator {
+    /// End the communicator with an error that came too late to be harmless.
+    fn end_by(&self, error: Error) -> Error {
+        let error = error.ending();
+        self.lock().note_end(&error);
+        error
     }
 }
 

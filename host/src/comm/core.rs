@@ -17,7 +17,7 @@ use crate::choice::{Algo, Explanation, Situation, explain};
 use crate::coll::{Buffer, Place, Schedule, pairwise};
 use crate::controller::Session;
 use crate::controller::proto::QueuePlace;
-use crate::endpoint::{OpId, Verdict};
+use crate::endpoint::{MAX_OPS, OpId, Verdict};
 use crate::exec::{Buffers, ExecError, JobToken, Mesh};
 use crate::reference::{Buffer as RegisteredBuffer, RegisterError, Transfer};
 use crate::repair::Landed;
@@ -218,37 +218,103 @@ impl Core {
         self.usable()?;
         let extent = Extent::of(&desc, self.place)?;
         extent.check(&desc, buffers)?;
+        let scaled = premultiply(&desc, &extent, buffers, options)?;
         let (deadline, before) = (self.deadline(options), self.mark());
-        self.begin_call(deadline).map_err(|error| self.end(error, &desc, before))?;
+        let ready = self.make_room(deadline).and_then(|()| self.begin_call(deadline));
+        ready.map_err(|error| self.end(error, &desc, before))?;
         let begun = self.mark();
-        // What can't be done is refused before the buffers are touched.
-        let mut way = self.choose(&desc, options)?;
-        let limit = self.limit(options);
-        let mut scaled = Vec::new();
-        premultiply(&desc, &extent, buffers, options, &mut scaled)?;
-        let mut buffers = match buffers {
-            Buffers::InPlace(buffer) => Buffers::InPlace(buffer),
-            Buffers::Separate { output, .. } if !scaled.is_empty() => Buffers::Separate { input: &scaled, output },
-            Buffers::Separate { input, output } => Buffers::Separate { input, output },
+        let buffers = match (&scaled, buffers) {
+            // A buffer for both gets nothing but results: the call may yet be refused, or say which of them are there.
+            (Some(input), Buffers::InPlace(buffer)) => {
+                Buffers::Separate { input, output: &mut buffer[extent.output.clone()] }
+            }
+            (Some(input), Buffers::Separate { output, .. }) => Buffers::Separate { input, output },
+            (None, Buffers::InPlace(buffer)) => Buffers::InPlace(buffer),
+            (None, Buffers::Separate { input, output }) => Buffers::Separate { input, output },
         };
+        let result = self.run_call((desc, options), &extent, buffers, (deadline, begun));
+        result.map_err(|error| {
+            let error = self.end(error, &desc, begun);
+            self.refuse(error)
+        })
+    }
+
+    /// Run an operation that is counted; an error that is harmless has changed nothing.
+    fn run_call(
+        &mut self,
+        (desc, options): (OpDesc, &CallOptions),
+        extent: &Extent,
+        mut buffers: Buffers<'_>,
+        (deadline, begun): (Deadline, Mark),
+    ) -> Result<Outcome, Error> {
+        let limit = self.limit(options);
         loop {
-            let (path, fallback) = way;
-            let result = match path {
-                Path::Tree => self.run_in_tree((desc, limit), &extent, &mut buffers, deadline),
-                _ => {
-                    let result = self.run_by_schedule((&desc, limit), path, buffers, deadline);
-                    result.map_err(|error| self.end(error, &desc, begun))?;
-                    return Ok(self.outcome((path, None), fallback, begun));
-                }
-            };
-            match result.map_err(|error| self.end(error, &desc, begun))? {
-                InTheTree::Done(op, transfer) => {
-                    let outcome = self.outcome((path, Some(transfer)), fallback, begun);
-                    return Ok(self.with_verdict(op, outcome));
-                }
-                InTheTree::BeginsAgain => way = self.choose(&desc, options)?,
+            let (path, fallback) = self.choose(&desc, options)?;
+            if path != Path::Tree {
+                self.run_by_schedule((&desc, limit), path, buffers, deadline)?;
+                return Ok(self.outcome((path, None), fallback, begun));
+            }
+            if let InTheTree::Done(op, transfer) = self.run_in_tree((desc, limit), extent, &mut buffers, deadline)? {
+                extent.keep_own(&desc, &mut buffers);
+                let outcome = self.outcome((path, Some(transfer)), fallback, begun);
+                return Ok(self.with_verdict(op, outcome));
             }
         }
+    }
+
+    /// Take the number of the call back, if it was refused: ranks count what others hear of, so that their numbers are
+    /// the same. A program that mends its call makes it as the call that it would have been.
+    pub(super) fn refuse(&mut self, error: Error) -> Error {
+        if error.is_harmless()
+            && let Some(call) = self.calling.take()
+        {
+            self.uncount(call);
+        }
+        error
+    }
+
+    /// Take a call's number away; those behind it move up.
+    pub(super) fn uncount(&mut self, call: u64) {
+        self.lost.offers.uncount();
+        let started = self.started.values_mut().map(|started| &mut started.call);
+        let others = self.calling.iter_mut().chain(&mut self.scheduling);
+        started.chain(others).filter(|number| **number > call).for_each(|number| *number -= 1);
+    }
+
+    /// Wait until another operation may be posted: an endpoint takes so many at a time, and so many schedules wait for
+    /// their turn. Nothing has been sent for the call, or changed.
+    ///
+    /// A schedule that all ranks have started is run here: who waits for it may be who has to make room.
+    ///
+    /// # Errors
+    /// [`Error::TooManyInFlight`] when the deadline passes; else what ends the communicator.
+    pub(super) fn make_room(&mut self, deadline: Deadline) -> Result<(), Error> {
+        self.reclaim_dropped();
+        while !self.has_room() {
+            if self.is_schedule_due() {
+                self.run_next_schedule(deadline)?;
+                continue;
+            }
+            match self.step(None, deadline) {
+                Err(Error::Deadline { waited, .. }) if !self.has_room() => {
+                    return Err(Error::TooManyInFlight { limit: MAX_OPS, waited });
+                }
+                Err(Error::Deadline { .. }) => {}
+                stepped => self.get_over(stepped, deadline)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn has_room(&self) -> bool {
+        self.tree.as_ref().is_none_or(Tree::has_room) && self.schedules.len() < MAX_OPS
+    }
+
+    /// Tell whether the oldest started schedule is one that all ranks have started, or has to run for room.
+    fn is_schedule_due(&self) -> bool {
+        let Some(oldest) = self.schedules.front() else { return false };
+        let told = self.started.get(oldest).and_then(|started| started.tree_op);
+        self.schedules.len() >= MAX_OPS || told.is_some_and(|op| op.0 < self.completed_below)
     }
 
     /// Schedules that were started before must run before: the other ranks wait for them in that order.
@@ -275,7 +341,8 @@ impl Core {
         deadline: Deadline,
     ) -> Result<(), Error> {
         let view = self.view;
-        let result = self.run_schedule(way, schedule, buffers, deadline);
+        // The others know of it: nothing that it meets is harmless.
+        let result = self.run_schedule(way, schedule, buffers, deadline).map_err(Error::ending);
         // Another tree knows nothing of it.
         let told = told.filter(|_| self.view == view);
         result.map_err(|error| {
@@ -305,12 +372,16 @@ impl Core {
         let deadline = self.deadline(options);
         let begun = self.mark();
         let path = Path::Pairwise;
-        let begins = self.begin_call(deadline).and_then(|()| self.run_started(deadline));
+        let begins = self.make_room(deadline).and_then(|()| self.begin_call(deadline));
+        let begins = begins.and_then(|()| self.run_started(deadline));
         let result = begins.and_then(|()| {
             let told = self.tell_tree(&desc, path, limit)?;
             self.run_told((&desc, path), &schedule, buffers, told, deadline)
         });
-        let result = result.map_err(|error| self.end(error, &desc, begun));
+        let result = result.map_err(|error| {
+            let error = self.end(error, &desc, begun);
+            self.refuse(error)
+        });
         self.calling = None;
         result?;
         Ok(self.outcome((path, None), None, begun))
@@ -409,13 +480,10 @@ impl Core {
         let error = match error {
             Error::Schedule(ExecError::Deadline { .. }) => Error::Deadline { desc: *desc, waited: begun.at.elapsed() },
             Error::Deadline { waited, .. } => Error::Deadline { desc: *desc, waited },
+            Error::TooManyInFlight { limit, .. } => Error::TooManyInFlight { limit, waited: begun.at.elapsed() },
             Error::OutcomeUnknown { waited, fresh, .. } => Error::OutcomeUnknown { desc: *desc, waited, fresh },
             other => other,
         };
-        if !error.is_harmless() && self.ended.is_none() {
-            let (job, rank) = (&self.config.job, self.config.rank);
-            tracing::debug!(job, rank, %desc, %error, "communicator ends");
-        }
         self.note_end(&error);
         error
     }
@@ -423,24 +491,20 @@ impl Core {
     /// Remember the error that ends the communicator. Buffers go back to the caller, so nobody else may write there.
     pub(super) fn note_end(&mut self, error: &Error) {
         if !error.is_harmless() && self.ended.is_none() {
+            let (job, rank) = (&self.config.job, self.config.rank);
+            tracing::warn!(job, rank, %error, "the communicator ends");
             self.ended = Some(error.clone());
             if let (Some(session), Some(over)) = (&self.session, error.to_all()) {
                 session.over(over);
             }
             self.tree.iter_mut().for_each(Tree::retire);
             self.parley.iter().for_each(Parley::end);
+            // Nothing writes there any more.
+            self.reclaim_abandoned();
         }
         if matches!(error, Error::Cancelled) {
             // Without a word of leaving: the controller tells the others that this rank is lost.
             self.session = None;
-        }
-    }
-
-    /// Leave the job: the controller frees the group when all ranks have.
-    pub(super) fn leave(&mut self) {
-        self.parley.iter().for_each(Parley::end);
-        if let Some(session) = self.session.take() {
-            session.leave();
         }
     }
 }
@@ -458,28 +522,24 @@ fn check_uneven(schedule: &Schedule, dtype: Dtype, buffers: &Buffers<'_>) -> Res
     Ok(())
 }
 
-/// Multiply a rank's own contribution to a premultiplied sum by the scalar of the call: in place, or, where the input
-/// has a buffer of its own, into `scaled`.
+/// Return a rank's own contribution to a premultiplied sum, multiplied by the scalar of the call; `None` for any other
+/// operation. The caller's buffers stay as they are.
 pub(super) fn premultiply(
     desc: &OpDesc,
     extent: &Extent,
-    buffers: &mut Buffers<'_>,
+    buffers: &Buffers<'_>,
     options: &CallOptions,
-    scaled: &mut Vec<u8>,
-) -> Result<(), Error> {
+) -> Result<Option<Vec<u8>>, Error> {
     let scalar = match (desc.op, options.scalar) {
         (Some(ReduceOp::PremulSum), scalar) => scalar.unwrap_or(1.0),
-        (_, None) => return Ok(()),
+        (_, None) => return Ok(None),
         (_, Some(scalar)) => {
             return Err(Error::Argument(format!("{desc} with a scalar of {scalar}: only premul_sum takes one")));
         }
     };
-    let Some(kernel) = desc.dtype.and_then(|dtype| Kernel::new(dtype, ReduceOp::PremulSum)) else { return Ok(()) };
-    scaled.resize(extent.input.len(), 0);
+    let Some(kernel) = desc.dtype.and_then(|dtype| Kernel::new(dtype, ReduceOp::PremulSum)) else { return Ok(None) };
+    let mut scaled = vec![0; extent.input.len()];
     let input = extent.input(buffers);
-    kernel.scale(scaled, input, scalar).map_err(|error| Error::Argument(format!("{desc}: {error}")))?;
-    if let Buffers::InPlace(buffer) = buffers {
-        buffer[extent.input.clone()].copy_from_slice(scaled);
-    }
-    Ok(())
+    kernel.scale(&mut scaled, input, scalar).map_err(|error| Error::Argument(format!("{desc}: {error}")))?;
+    Ok(Some(scaled))
 }

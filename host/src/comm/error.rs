@@ -15,10 +15,11 @@ use thiserror::Error;
 
 /// Why an operation has no result.
 ///
-/// Except for [`Error::Argument`], [`Error::NotPossible`] and [`Error::Memory`], which change nothing, an error is the end of the
-/// communicator: its ranks may be at different operations, and every later call returns [`Error::Ended`]. The
-/// caller's buffer then holds, chunk by chunk, its input or the result (after a schedule: anything); where ranks have
-/// died, [`Fresh`] says which.
+/// [`Error::Argument`], [`Error::NotPossible`], [`Error::Memory`] and [`Error::TooManyInFlight`] change nothing
+/// ([`Error::is_harmless`]): nothing was sent, the call does not count among those of the communicator, and the caller's
+/// buffer is as it was, so the call can be made again. Any other error is the end of the communicator: its ranks may be
+/// at different operations, and every later call returns [`Error::Ended`]. The caller's buffer then holds, chunk by
+/// chunk, its input or the result (after a schedule: anything); where ranks have died, [`Fresh`] says which.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -118,6 +119,15 @@ pub enum Error {
         /// How long it was given.
         waited: Duration,
     },
+    /// As many operations are in flight as a communicator takes, and none has completed within the call's time. Nothing
+    /// was sent.
+    #[error("{limit} operations are in flight, and none has completed within {} ms; wait for one first", waited.as_millis())]
+    TooManyInFlight {
+        /// How many a communicator takes.
+        limit: usize,
+        /// How long the call has waited for room.
+        waited: Duration,
+    },
     /// What was asked for is not possible; nothing was sent.
     #[error("not possible: {0}")]
     NotPossible(#[from] RuledOut),
@@ -202,9 +212,9 @@ impl Error {
         Self::Mismatch { first, other }
     }
 
-    /// Tell whether the communicator can be used further.
+    /// Tell whether the communicator can be used further, as the call has changed nothing.
     pub const fn is_harmless(&self) -> bool {
-        matches!(self, Self::Argument(_) | Self::NotPossible(_) | Self::Memory { .. })
+        matches!(self, Self::Argument(_) | Self::NotPossible(_) | Self::Memory { .. } | Self::TooManyInFlight { .. })
     }
 }
 
@@ -230,7 +240,7 @@ impl Error {
         if !self.is_harmless() {
             return self;
         }
-        Self::Schedule(ExecError::Invalid { what: format!("a repair came to nothing: {self}") })
+        Self::Schedule(ExecError::Invalid { what: format!("an operation that had begun can't go on: {self}") })
     }
 
     /// Tell whether it is what the tree says of the ranks' calls: that counts for what runs beside the tree, too.

@@ -89,7 +89,8 @@ impl Extent {
         }
     }
 
-    /// Put what a rank contributes by moving it to where it would receive it: a tree does not send it back.
+    /// Put what a rank contributes by moving it to where it would receive it: a tree does not send it back. Done when the
+    /// rest has come, as an operation that is refused, or fails, leaves all but results as it was.
     pub(super) fn keep_own(&self, desc: &OpDesc, buffers: &mut Buffers<'_>) {
         if let (Buffers::Separate { input, output }, Collective::Broadcast | Collective::AllGather) =
             (buffers, desc.collective)

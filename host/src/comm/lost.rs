@@ -5,6 +5,7 @@
 //! ([`Lost::set_wakers`]): nothing is missed, whichever came first.
 
 use super::core::Core;
+use super::dropped::Dropped;
 use super::error::Error;
 use super::offer::Offers;
 use super::parley::Inbox;
@@ -30,6 +31,8 @@ pub(super) struct Lost {
     wakers: Mutex<Wakers>,
     /// Where to move, among calls.
     pub(super) offers: Offers,
+    /// Handles that nobody has any more.
+    pub(super) dropped: Dropped,
     /// The job's place in the queue for a tree, as the controller said last; what it said on joining until it says more.
     queue: Mutex<Queue>,
     /// Whom to repair if none of its calls does.
@@ -99,6 +102,7 @@ impl Lost {
             job_view: AtomicU32::new(0),
             wakers,
             offers: Offers::new(),
+            dropped: Dropped::default(),
             core: OnceLock::new(),
             serving: Mutex::default(),
         }

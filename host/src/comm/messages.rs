@@ -46,7 +46,8 @@ impl Communicator {
         self.lock().transfer(&mut [send, receive], &CallOptions::default())
     }
 
-    /// Start to send `values` to rank `to`; [`MessageHandle::wait`] gives them back.
+    /// Start to send `values` to rank `to`; [`MessageHandle::wait`] gives them back. As many as 4096 messages may be on
+    /// their way; then this waits for one to be through, at most until the communicator's deadline.
     ///
     /// # Errors
     /// [`Error`]; the values are gone then.
@@ -70,17 +71,21 @@ impl Communicator {
         direction: Direction,
     ) -> Result<MessageHandle<T>, Error> {
         let ticket = self.lock().post_message(Rank(peer), direction, tag, Box::new(Typed(values)))?;
-        Ok(MessageHandle { own: self.own.clone(), ticket, values: PhantomData })
+        Ok(MessageHandle { own: self.own.clone(), ticket, values: PhantomData, is_finished: false })
     }
 }
 
-/// A started message. Forgetting it is safe: the communicator keeps its memory.
+/// A started message.
+///
+/// Dropping it abandons the message, which goes on, as the other end waits for it: its memory goes when it is through.
+/// Forgetting it ([`std::mem::forget`]) is safe: the communicator then keeps the memory for good.
 #[derive(Debug)]
 #[must_use = "a started message gives its values back when it is waited for"]
 pub struct MessageHandle<T> {
     own: Own,
     ticket: Ticket,
     values: PhantomData<T>,
+    is_finished: bool,
 }
 
 impl<T: Element> MessageHandle<T> {
@@ -88,10 +93,20 @@ impl<T: Element> MessageHandle<T> {
     ///
     /// # Errors
     /// [`Error`].
-    pub fn wait(self) -> Result<Vec<T>, Error> {
+    pub fn wait(mut self) -> Result<Vec<T>, Error> {
+        self.is_finished = true;
         let buffer = self.own.lock().wait_message(self.ticket, &CallOptions::default())?;
         let values = buffer.into_any().downcast::<Typed<T>>();
         values.map(|values| values.0).map_err(|_| Error::Argument("the message's values are gone".into()))
+    }
+}
+
+impl<T> Drop for MessageHandle<T> {
+    fn drop(&mut self) {
+        if !self.is_finished {
+            self.own.lost().dropped.push_message(self.ticket);
+            self.own.reclaim();
+        }
     }
 }
 
@@ -131,10 +146,14 @@ impl Core {
         self.usable()?;
         let deadline = self.deadline(&CallOptions::default());
         let result = self.beside(deadline, |lines, along| {
+            if !message::make_room(&mut lines.mesh, deadline.0, along)? {
+                return Ok(None);
+            }
             let ticket = lines.mesh.post(peer, direction, tag, buffer)?;
-            message::poll(&mut lines.mesh, along).map(|()| ticket)
+            message::poll(&mut lines.mesh, along).map(|()| Some(ticket))
         });
-        self.message_result(result, deadline)
+        let too_many = Error::TooManyInFlight { limit: message::POSTS_MAX, waited: deadline.1 };
+        self.message_result(result, deadline)?.ok_or(too_many)
     }
 
     fn wait_message(&mut self, ticket: Ticket, options: &CallOptions) -> Result<Box<dyn MessageBuffer>, Error> {

@@ -74,8 +74,12 @@
 //!
 //! # Progress
 //!
-//! Started operations ([`Communicator::start_all_reduce`]) own their buffer until they are waited for, so that a
-//! handle may be forgotten. They advance while any call of the communicator runs; there is no progress thread.
+//! Started operations ([`Communicator::start_all_reduce`]) own their buffer until they are waited for; an operation whose
+//! handle is dropped goes on, and its buffer goes when it has completed ([`Communicator::outstanding`] counts them). They
+//! advance while any call of the communicator runs; there is no progress thread.
+//!
+//! 1024 operations may be in flight. A call waits for room until its deadline, and moves on what is in flight; if there
+//! is none then, it fails with [`Error::TooManyInFlight`], having changed nothing.
 
 mod bucket;
 mod calls;
@@ -83,12 +87,14 @@ mod cart;
 mod change;
 mod choices;
 mod core;
+mod dropped;
 mod element;
 mod error;
 mod extent;
 mod grace;
 mod handle;
 mod join;
+mod leave;
 mod lost;
 mod messages;
 mod offer;
@@ -115,6 +121,7 @@ pub use element::{Element, Held};
 pub use error::{Error, Fresh};
 pub use handle::Handle;
 pub use join::{DEFAULT_PORT, JoinConfig, JoinError};
+pub use leave::Departure;
 pub use lost::ControllerState;
 pub use messages::MessageHandle;
 pub use shrink::ShrinkError;
@@ -138,7 +145,7 @@ pub struct CallOptions {
     pub algo: Option<Algo>,
     /// How long the call may take.
     pub deadline: Option<Duration>,
-    /// What this rank multiplies its own contribution by, in place where input and output are one buffer; for [`ReduceOp::PremulSum`](sumac_hal::op::ReduceOp::PremulSum) alone, where it is 1 by default.
+    /// What this rank multiplies its own contribution by; for [`ReduceOp::PremulSum`](sumac_hal::op::ReduceOp::PremulSum) alone, where it is 1 by default.
     pub scalar: Option<f64>,
     /// What becomes of the operation if ranks come late to it; the same at all ranks.
     pub straggler: Option<Straggler>,
@@ -181,7 +188,24 @@ pub struct Repairs {
     pub bytes: u64,
 }
 
-/// A member of a job. Dropping it without [`Communicator::leave`] tells the other ranks that this one is lost.
+/// What a communicator owns for operations and messages that were started, until they are waited for, or have ended
+/// after their handle was dropped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Outstanding {
+    /// How many operations.
+    pub operations: usize,
+    /// How many messages.
+    pub messages: usize,
+    /// The bytes of their buffers.
+    pub bytes: usize,
+}
+
+/// A member of a job.
+///
+/// Dropping it without [`Communicator::leave`] is what the end of the process would be: the other ranks are told that
+/// this one is lost, and operations that it had not completed fail with [`Error::RanksFailed`] at all of them. It waits for
+/// nothing. Handles of started operations hold the communicator too: it is dropped with the last of them.
 #[derive(Debug)]
 pub struct Communicator {
     own: Own,
@@ -251,9 +275,24 @@ impl Communicator {
         self.lock().alloc(len)
     }
 
-    /// Leave the job in good order.
+    /// Leave the job in good order: when all that was started here has ended, and all ranks have the results of what
+    /// went through the tree, which this one may be needed for if a device dies. Where others are in the middle of an
+    /// operation that this one has completed, that takes until they have completed it too, whatever they do then; at most
+    /// until the communicator's deadline. The rank has left in any case; a warning is logged where others may miss it.
+    /// [`Communicator::leave_within`] takes another limit, and says how it went.
     pub fn leave(self) {
-        self.lock().leave();
+        let limit = self.lock().config.deadline;
+        self.leave_within(limit);
+    }
+
+    /// The same, waiting for other ranks at most `limit`; returns whether they can do without this one.
+    pub fn leave_within(self, limit: Duration) -> Departure {
+        self.lock().leave(limit)
+    }
+
+    /// Return what the communicator owns for operations and messages that were started.
+    pub fn outstanding(&self) -> Outstanding {
+        self.lock().outstanding()
     }
 
     fn lock(&self) -> MutexGuard<'_, Core> {

@@ -217,13 +217,14 @@ impl Offers {
         self.set_limit(OPEN, change);
     }
 
-    /// The next call begins: returns what it has to do first. Waits, at most until `deadline`, where other ranks have not
-    /// answered yet, or until `is_over`, at which the caller is woken by [`Offers::wake`].
-    pub(super) fn begin(&self, deadline: Instant, is_over: impl Fn() -> bool) -> Turn {
+    /// The next call begins.
+    #[cfg(test)]
+    fn begin(&self, deadline: Instant, is_over: impl Fn() -> bool) -> Turn {
         self.begin_again(self.count(), deadline, is_over)
     }
 
-    /// The same for a call that is counted, after [`Turn::InDoubt`].
+    /// A call that is counted begins: returns what it has to do first. Waits, at most until `deadline`, where other ranks
+    /// have not answered yet, or until `is_over`, at which the caller is woken by [`Offers::wake`].
     pub(super) fn begin_again(&self, call: u64, deadline: Instant, is_over: impl Fn() -> bool) -> Turn {
         if call < self.limit.load(Ordering::SeqCst) {
             return Turn::Go;
@@ -249,6 +250,14 @@ impl Offers {
         let call = self.begun.load(Ordering::Relaxed);
         self.begun.store(call + 1, Ordering::SeqCst);
         call
+    }
+
+    /// The call that was counted last was refused, and other ranks don't hear of it: the next one has its number. What
+    /// was promised meanwhile holds, as it is about later calls.
+    pub(super) fn uncount(&self) {
+        let begun = self.begun.load(Ordering::Relaxed);
+        debug_assert!(begun > 0, "a call that was counted");
+        self.begun.store(begun.saturating_sub(1), Ordering::SeqCst);
     }
 
     /// Return what a call that is counted has to do first, if that is known. Told to move, it does.
@@ -338,6 +347,24 @@ mod tests {
         offers.offer(2);
         offers.outdate(3);
         (0..2 * MARGIN).for_each(|_| assert_eq!(offers.begin(soon(), || false), Turn::Go));
+    }
+
+    /// A call that was refused takes its number along: ranks that were not refused are at the same call afterwards.
+    #[test]
+    fn refused_call_gives_its_number_to_the_next() {
+        let offers = Offers::new();
+        let begin = || offers.begin(soon(), || false);
+        assert_eq!((begin(), offers.begun()), (Turn::Go, 1));
+        offers.uncount();
+        assert_eq!(offers.begun(), 0);
+        let at = offers.offer(3).expect("at once");
+        offers.move_at(3, at);
+        (0..at).for_each(|_| assert_eq!(begin(), Turn::Go));
+        assert_eq!(begin(), Turn::Move(3));
+        // Refused behind the move: the others make this call after the same move.
+        assert_eq!(offers.moved(), None);
+        offers.uncount();
+        assert_eq!((begin(), offers.begun()), (Turn::Go, at + 1));
     }
 
     #[test]

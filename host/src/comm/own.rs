@@ -27,6 +27,13 @@ impl Own {
         super::lock(&self.core)
     }
 
+    /// See to handles that were dropped, unless a call runs, which does.
+    pub(super) fn reclaim(&self) {
+        if let Ok(mut core) = self.core.try_lock() {
+            core.reclaim_dropped();
+        }
+    }
+
     /// Return what reaches it from outside of its calls.
     pub(super) fn lost(&self) -> &Arc<Lost> {
         &self.last.0

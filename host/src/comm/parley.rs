@@ -3,18 +3,64 @@
 //!
 //! Views are numbered; every message names the one that it would change. One of a later view waits: its sender has heard
 //! of a commit that is still on its way here. To one of the view before, the answer is how that one was changed.
+//!
+//! Beside views, ranks ask here which results all of them have, when they leave ([`super::leave`]): rank 0 asks those
+//! whom it does not know of, and says so to all that want to know. Each answers without asking anybody.
 
 use crate::exec::JobToken;
 use crate::exec::notes::{Heard, Notes, Sender};
 use crate::repair::{Account, Authority, Dead, Decision, Message};
-use std::collections::VecDeque;
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeSet, VecDeque};
 use std::net::{SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 
 /// What one rank says to another about a view.
 pub(super) type Said = Message<Account, Decision>;
+
+/// The rank that knows which results all ranks have.
+const COORDINATOR: Rank = Rank(0);
+
+/// How soon rank 0 asks a rank again.
+const ASK_AGAIN: Duration = Duration::from_millis(15);
+
+/// Up to where a rank has results: below a chunk of the tree that it has come to, and everything of trees before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(super) struct Landed(u64);
+
+impl Landed {
+    /// Below chunk `seq` in the tree of `view`, both far below what is kept of them: 2^20 trees, 2^44 chunks.
+    pub(super) const fn new(view: u32, seq: u64) -> Self {
+        Self((view as u64) << 44 | seq & ((1 << 44) - 1))
+    }
+}
+
+/// What one rank sends another.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+enum Note<S> {
+    /// About a view.
+    View(u64, S),
+    /// To rank 0: the sender leaves when all ranks have as much as it has.
+    Leaves(Landed),
+    /// From rank 0: what do you have?
+    Ask,
+    /// The answer.
+    Has(Landed),
+    /// From rank 0: all ranks have that.
+    Stable(Landed),
+}
+
+/// What rank 0 knows of the results that ranks have.
+#[derive(Debug)]
+struct Known {
+    has: Vec<Landed>,
+    asked: Vec<Option<Instant>>,
+    /// Who has to be told.
+    leaves: BTreeSet<Rank>,
+}
 
 /// The longest account of one rank that is taken: its ledger is runs of chunks, not chunks.
 const ACCOUNT_MAX_BYTES: usize = 1 << 20;
@@ -42,7 +88,60 @@ struct Desk {
     settled: Option<(Dead, Said)>,
     /// This rank takes no further part.
     is_over: bool,
+    /// It waits until it can go: that others have gone is no death.
+    is_leaving: bool,
+    is_coordinator_gone: bool,
+    /// What all ranks have.
+    stable: Landed,
+    /// Rank 0's alone.
+    known: Known,
     ranks: usize,
+}
+
+impl Desk {
+    fn new(ranks: usize) -> Self {
+        Self {
+            epoch: 0,
+            mail: VecDeque::new(),
+            settled: None,
+            is_over: false,
+            is_leaving: false,
+            is_coordinator_gone: false,
+            stable: Landed::new(0, 0),
+            known: Known { has: vec![Landed::new(0, 0); ranks], asked: vec![None; ranks], leaves: BTreeSet::new() },
+            ranks,
+        }
+    }
+
+    /// Rank 0 has heard what a rank has; `own` is what itself has. Returns whom to tell what.
+    fn learn(&mut self, from: Rank, has: Landed, own: Landed) -> Vec<(Rank, Landed)> {
+        let own = (COORDINATOR, own);
+        for (rank, landed) in [(from, has), own] {
+            if let Some(known) = self.known.has.get_mut(rank.0 as usize) {
+                *known = landed.max(*known);
+            }
+        }
+        let stable = self.known.has.iter().copied().min().unwrap_or(own.1);
+        if stable <= self.stable {
+            return Vec::new();
+        }
+        self.stable = stable;
+        self.known.leaves.iter().map(|&rank| (rank, stable)).collect()
+    }
+
+    /// Return whom rank 0 has to ask to find out whether all have as much as that.
+    fn to_ask(&mut self, wanted: Landed, now: Instant) -> Vec<Rank> {
+        let Known { has, asked, .. } = &mut self.known;
+        let ranks = (0_u32..).zip(has.iter().zip(asked)).skip(1);
+        let due = ranks.filter(|(_, (has, asked))| {
+            **has < wanted && asked.is_none_or(|at| now.saturating_duration_since(at) >= ASK_AGAIN)
+        });
+        due.map(|(rank, (_, asked))| {
+            *asked = Some(now);
+            Rank(rank)
+        })
+        .collect()
+    }
 }
 
 /// The desk, and who waits for mail.
@@ -51,11 +150,20 @@ pub(super) struct Inbox {
     desk: Mutex<Desk>,
     changed: Condvar,
     sender: OnceLock<Arc<Sender>>,
+    own: Rank,
     /// The rank behind this one.
     next: Rank,
+    /// What this rank has.
+    landed: AtomicU64,
 }
 
 impl Inbox {
+    fn new(own: Rank, ranks: usize) -> Self {
+        let next = Rank((own.0 + 1) % ranks as u32);
+        let (desk, sender) = (Mutex::new(Desk::new(ranks)), OnceLock::new());
+        Self { desk, changed: Condvar::new(), sender, own, next, landed: AtomicU64::new(0) }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Desk> {
         self.desk.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -77,14 +185,99 @@ impl Inbox {
         self.sender.get().iter().for_each(|sender| sender.watch(ranks.iter().copied().chain(next)));
     }
 
+    /// Note what this rank has: its view's tree or another never has less than before.
+    pub(super) fn publish(&self, landed: Landed) {
+        self.landed.fetch_max(landed.0, Ordering::Release);
+    }
+
+    fn landed(&self) -> Landed {
+        Landed(self.landed.load(Ordering::Acquire))
+    }
+
+    /// Tell whether all ranks have that much.
+    pub(super) fn is_stable(&self, wanted: Landed) -> bool {
+        self.lock().stable >= wanted
+    }
+
+    /// Wait until they do, at most `timeout`.
+    pub(super) fn wait_for_stable(&self, wanted: Landed, timeout: Duration) {
+        let desk = self.lock();
+        if desk.stable < wanted {
+            drop(self.changed.wait_timeout(desk, timeout).unwrap_or_else(PoisonError::into_inner));
+        }
+    }
+
+    /// This rank does not go yet: who is gone is dead again.
+    pub(super) fn stay(&self) {
+        self.lock().is_leaving = false;
+    }
+
+    /// Tell whether rank 0 is gone, which would know.
+    pub(super) fn is_coordinator_gone(&self) -> bool {
+        self.lock().is_coordinator_gone
+    }
+
+    fn send(&self, to: Rank, note: &Note<Said>) {
+        match (postcard::to_allocvec(note), self.sender.get()) {
+            (Ok(note), Some(sender)) => sender.send(to, note),
+            (Ok(_), None) => {}
+            (Err(error), _) => tracing::error!(%error, "a message that can't be written"),
+        }
+    }
+
+    /// Take in what a rank says of the results that it has, or asks; returns the answer.
+    fn on_results(&self, from: Rank, note: &Note<Said>) -> Option<Note<Said>> {
+        let (own, is_coordinator) = (self.landed(), self.own == COORDINATOR);
+        let mut desk = self.lock();
+        let (to_tell, to_ask) = match *note {
+            Note::Ask => return Some(Note::Has(own)),
+            Note::Stable(stable) if from == COORDINATOR => {
+                desk.stable = desk.stable.max(stable);
+                drop(desk);
+                self.changed.notify_all();
+                return None;
+            }
+            Note::Has(has) if is_coordinator => (desk.learn(from, has, own), Vec::new()),
+            Note::Leaves(has) if is_coordinator => {
+                let to_tell = desk.learn(from, has, own);
+                desk.known.leaves.insert(from);
+                if desk.stable >= has {
+                    (to_tell.into_iter().chain([(from, desk.stable)]).collect(), Vec::new())
+                } else {
+                    (to_tell, desk.to_ask(has, Instant::now()))
+                }
+            }
+            _ => return None,
+        };
+        drop(desk);
+        self.changed.notify_all();
+        to_tell.into_iter().for_each(|(to, stable)| self.send(to, &Note::Stable(stable)));
+        to_ask.into_iter().for_each(|to| self.send(to, &Note::Ask));
+        None
+    }
+
     /// Take what comes in; returns the view that somebody wants to change, and the answer.
     fn take_in(&self, heard: Heard) -> (Option<u64>, Option<Vec<u8>>) {
+        if let Heard::Note(from, bytes) = &heard
+            && let Ok(note @ (Note::Leaves(_) | Note::Ask | Note::Has(_) | Note::Stable(_))) =
+                postcard::from_bytes(bytes)
+        {
+            let answer = self.on_results(*from, &note);
+            return (None, answer.and_then(|note| postcard::to_allocvec(&note).ok()));
+        }
         let mut desk = self.lock();
+        if let Heard::Gone(rank) | Heard::Silent(rank) = heard
+            && desk.is_leaving
+        {
+            desk.is_coordinator_gone |= rank == COORDINATOR && matches!(heard, Heard::Gone(_));
+            return (None, None);
+        }
         let (epoch, mail) = match heard {
             Heard::Gone(rank) => (desk.epoch, Mail::Gone(rank)),
             Heard::Silent(rank) => (desk.epoch, Mail::Silent(rank)),
-            Heard::Note(from, bytes) => match postcard::from_bytes::<(u64, Said)>(&bytes) {
-                Ok((epoch, said)) => (epoch, Mail::Said(from, Box::new(said))),
+            Heard::Note(from, bytes) => match postcard::from_bytes::<Note<Said>>(&bytes) {
+                Ok(Note::View(epoch, said)) => (epoch, Mail::Said(from, Box::new(said))),
+                Ok(_) => return (None, None),
                 Err(error) => {
                     tracing::warn!(%from, %error, "a note that makes no sense");
                     return (None, None);
@@ -100,7 +293,7 @@ impl Inbox {
                 _ => None,
             };
             if answer.is_some() || epoch < desk.epoch {
-                return (None, answer.and_then(|said| postcard::to_allocvec(&(epoch, said)).ok()));
+                return (None, answer.and_then(|said| postcard::to_allocvec(&Note::View(epoch, said)).ok()));
             }
         }
         if desk.is_over {
@@ -168,10 +361,7 @@ impl Parley {
         on_call: impl Fn(u64) + Send + 'static,
     ) -> std::io::Result<Self> {
         let ranks = addresses.len();
-        let desk = Desk { epoch: 0, mail: VecDeque::new(), settled: None, is_over: false, ranks };
-        let next = Rank((rank.0 + 1) % ranks as u32);
-        let sender = OnceLock::new();
-        let inbox = Arc::new(Inbox { desk: Mutex::new(desk), changed: Condvar::new(), sender, next });
+        let inbox = Arc::new(Inbox::new(rank, ranks));
         let to = Arc::clone(&inbox);
         let max_len_bytes = ACCOUNT_MAX_BYTES.saturating_mul(ranks).min(u32::MAX as usize);
         let notes = Notes::start((rank, token, max_len_bytes), listener, addresses, move |heard| {
@@ -191,9 +381,34 @@ impl Parley {
     /// Say something about the present view.
     pub(super) fn say(&self, to: Rank, said: &Said) {
         let epoch = self.inbox.lock().epoch;
-        match postcard::to_allocvec(&(epoch, said)) {
-            Ok(note) => self.notes.sender().send(to, note),
-            Err(error) => tracing::error!(%error, "a message that can't be written"),
+        self.inbox.send(to, &Note::View(epoch, said.clone()));
+    }
+
+    /// Find out whether all ranks have that much ([`Inbox::is_stable`]), as this one does, to leave.
+    pub(super) fn ask_for_stable(&self, wanted: Landed) {
+        let inbox = &self.inbox;
+        let mut desk = inbox.lock();
+        desk.is_leaving = true;
+        if inbox.own != COORDINATOR {
+            drop(desk);
+            inbox.watch(vec![COORDINATOR], true);
+            return inbox.send(COORDINATOR, &Note::Leaves(wanted));
+        }
+        let to_tell = desk.learn(COORDINATOR, wanted, wanted);
+        let to_ask = desk.to_ask(wanted, Instant::now());
+        drop(desk);
+        to_tell.into_iter().for_each(|(to, stable)| inbox.send(to, &Note::Stable(stable)));
+        to_ask.into_iter().for_each(|to| inbox.send(to, &Note::Ask));
+    }
+
+    /// This rank leaves, and all have what it has: rank 0 says so to all, as nobody can ask it any more.
+    pub(super) fn say_goodbye(&self) {
+        let (ranks, stable) = {
+            let desk = self.inbox.lock();
+            (desk.ranks as u32, desk.stable)
+        };
+        if self.inbox.own == COORDINATOR && stable > Landed::new(0, 0) {
+            (1..ranks).for_each(|rank| self.inbox.send(Rank(rank), &Note::Stable(stable)));
         }
     }
 
@@ -225,12 +440,13 @@ mod tests {
     use crate::repair::{Ballot, Outcome};
 
     fn inbox() -> Inbox {
-        let desk = Desk { epoch: 3, mail: VecDeque::new(), settled: None, is_over: false, ranks: 3 };
-        Inbox { desk: Mutex::new(desk), changed: Condvar::new(), sender: OnceLock::new(), next: Rank(1) }
+        let inbox = Inbox::new(Rank(0), 3);
+        inbox.lock().epoch = 3;
+        inbox
     }
 
     fn note(from: u32, epoch: u64, said: &Said) -> Heard {
-        Heard::Note(Rank(from), postcard::to_allocvec(&(epoch, said)).expect("in memory"))
+        Heard::Note(Rank(from), postcard::to_allocvec(&Note::View(epoch, said)).expect("in memory"))
     }
 
     fn call() -> Said {
@@ -238,7 +454,10 @@ mod tests {
     }
 
     fn answered(inbox: &Inbox, heard: Heard) -> Option<(u64, Said)> {
-        inbox.take_in(heard).1.map(|note| postcard::from_bytes(&note).expect("as it was"))
+        inbox.take_in(heard).1.map(|note| match postcard::from_bytes(&note).expect("as it was") {
+            Note::View(epoch, said) => (epoch, said),
+            other => panic!("{other:?}"),
+        })
     }
 
     #[test]
@@ -275,8 +494,50 @@ mod tests {
     #[test]
     fn nonsense_is_no_mail() {
         let inbox = inbox();
-        assert_eq!(inbox.take_in(Heard::Note(Rank(1), vec![3, 77])), (None, None));
+        assert_eq!(inbox.take_in(Heard::Note(Rank(1), vec![0, 3, 77])), (None, None));
+        assert_eq!(inbox.take_in(Heard::Note(Rank(1), vec![99])), (None, None));
         assert!(!inbox.has_mail());
+    }
+
+    fn heard(from: u32, note: &Note<Said>) -> Heard {
+        Heard::Note(Rank(from), postcard::to_allocvec(note).expect("in memory"))
+    }
+
+    /// Rank 0 knows what all have when each has said so, itself included; views count before chunks.
+    #[test]
+    fn results_are_stable_when_the_last_rank_has_them() {
+        let inbox = inbox();
+        let wanted = Landed::new(1, 40);
+        inbox.take_in(heard(1, &Note::Leaves(wanted)));
+        inbox.publish(Landed::new(1, 44));
+        inbox.take_in(heard(2, &Note::Has(Landed::new(0, 1 << 40))));
+        assert!(!inbox.is_stable(wanted));
+        inbox.take_in(heard(2, &Note::Has(Landed::new(1, 39))));
+        assert!(!inbox.is_stable(wanted) && inbox.is_stable(Landed::new(1, 39)));
+        inbox.take_in(heard(2, &Note::Has(Landed::new(1, 44))));
+        assert!(inbox.is_stable(wanted) && !inbox.is_stable(Landed::new(1, 41)));
+        // Nobody else says what all have, and no rank beyond the last has anything.
+        inbox.take_in(heard(2, &Note::Stable(Landed::new(1, 44))));
+        inbox.take_in(heard(7, &Note::Has(Landed::new(9, 0))));
+        assert!(!inbox.is_stable(Landed::new(1, 41)));
+    }
+
+    #[test]
+    fn rank_answers_what_it_has() {
+        let inbox = inbox();
+        inbox.publish(Landed::new(0, 7));
+        inbox.publish(Landed::new(0, 5));
+        let answer = inbox.take_in(heard(0, &Note::Ask)).1.expect("an answer");
+        assert_eq!(postcard::from_bytes::<Note<Said>>(&answer), Ok(Note::Has(Landed::new(0, 7))));
+        assert!(!inbox.has_mail());
+    }
+
+    #[test]
+    fn departed_rank_is_no_death_to_one_that_leaves() {
+        let inbox = inbox();
+        inbox.lock().is_leaving = true;
+        assert_eq!(inbox.take_in(Heard::Gone(COORDINATOR)), (None, None));
+        assert!(inbox.is_coordinator_gone() && !inbox.has_mail());
     }
 
     /// A plan goes on under what belongs to it, and under what is known.

@@ -69,7 +69,6 @@ impl Core {
         buffers: &mut Buffers<'_>,
         deadline: Deadline,
     ) -> Result<InTheTree, Error> {
-        extent.keep_own(&desc, buffers);
         let posted = match self.post(&desc, Path::Tree, limit, Some((extent, &mut *buffers))) {
             Err(error) if self.is_repairable(&error) => {
                 let changed = self.change_view(None, &error, deadline);
@@ -144,17 +143,23 @@ impl Core {
     /// Drive the tree without waiting; returns when it wants to be driven again.
     pub(super) fn pump(&mut self, lent: Option<Lent<'_, '_>>) -> Option<Duration> {
         let waited_for = lent.as_ref().map(|lent| lent.op);
+        self.reclaim_dropped();
         let mut buffers = InFlight { owned: &mut self.owned, lent };
         let next = self.tree.as_mut()?.pump(&mut buffers);
+        let completed = self.completed_below;
         while let Some((event, verdict)) =
             self.tree.as_mut().and_then(|tree| Some((tree.poll_event()?, tree.verdict())))
         {
             if let Event::Completed(op) = event {
                 self.completed_below = op.0 + 1;
-                if waited_for == Some(op) || self.owned.contains_key(&op) {
+                let is_wanted = waited_for == Some(op) || self.owned.contains_key(&op);
+                if is_wanted && !self.reclaim_completed(op) {
                     self.keep_verdict(op, verdict);
                 }
             }
+        }
+        if self.completed_below > completed {
+            self.publish_landed();
         }
         next
     }
@@ -206,7 +211,11 @@ impl Core {
         let algorithm = of.into_iter().find(|algorithm| path == Path::Local || algorithm.path() == path);
         let no_schedule = || Error::Argument(format!("{} is no schedule for {}", path.name(), desc.collective));
         let problem = Problem { place, count, root: desc.root, tree: self.situation.declared.tree() };
-        Ok((algorithm.ok_or_else(no_schedule)?.schedule)(&problem))
+        let schedule = (algorithm.ok_or_else(no_schedule)?.schedule)(&problem);
+        if matches!(buffers, Buffers::InPlace(_)) && schedule.layout().in_place_at.is_none() {
+            return Err(Error::Argument(format!("{desc} by {} needs an input and an output apart", path.name())));
+        }
+        Ok(schedule)
     }
 
     /// Run a schedule of what the program calls.
@@ -233,6 +242,7 @@ impl Core {
         deadline: Deadline,
         work: impl FnOnce(&mut Lines, &mut Along<'_>) -> Result<R, ExecError>,
     ) -> Result<R, Error> {
+        self.reclaim_dropped();
         let Some(mut lines) = self.calls.take() else { return Err(at_work()) };
         self.called_bytes = lines.mesh.sent_bytes();
         let mut along = self.along(deadline);

@@ -180,6 +180,7 @@ impl Core {
     pub(super) fn install(&mut self, found: Option<Found>) {
         self.view += 1;
         self.completed_below = 0;
+        self.publish_landed();
         self.lost.offers.outdate(self.job_view());
         if let Some(found) = found {
             self.situation = found.situation;
@@ -197,12 +198,13 @@ impl Core {
         let lost = Arc::clone(&self.lost);
         let (at, waited) = deadline;
         let is_over = |epoch| lost.is_unsettled(epoch) || lost.is_cancelled();
-        let mut turn = lost.offers.begin(at, || is_over(self.epoch));
-        let call = lost.offers.begun() - 1;
+        let mut call = lost.offers.count();
         self.calling = Some(call);
+        let mut turn = lost.offers.begin_again(call, at, || is_over(self.epoch));
         while turn == Turn::InDoubt {
             let cause = self.loss();
             self.change_view(None, &cause, deadline)?;
+            call = self.calling.unwrap_or(call);
             turn = lost.offers.begin_again(call, at, || is_over(self.epoch));
         }
         match turn {
@@ -211,7 +213,8 @@ impl Core {
             Turn::Move(view) => {
                 let moved = self.move_to(view, deadline).map_err(|error| self.after_loss(error, deadline));
                 self.answer_offer(self.lost.offers.moved());
-                moved
+                // The others move, whatever this rank makes of it.
+                moved.map_err(Error::ending)
             }
         }
     }
@@ -247,7 +250,7 @@ impl Core {
     }
 
     /// Wait for all that was started in the tree.
-    fn end_started_in_tree(&mut self, deadline: Deadline) -> Result<(), Error> {
+    pub(super) fn end_started_in_tree(&mut self, deadline: Deadline) -> Result<(), Error> {
         let in_tree = |core: &Self| core.owned.keys().any(|op| op.0 >= core.completed_below);
         while in_tree(self) {
             match self.step(None, deadline) {
@@ -375,16 +378,22 @@ impl Core {
             }
             self.started.insert(handle, started);
         }
+        self.reclaim_abandoned();
     }
 
     fn launch_again(&mut self, handle: u64, started: &mut Started, buffers: Owned) {
         let options = super::CallOptions { algo: Some(started.algo), ..super::CallOptions::default() };
         let launched = self.choose(&started.desc, &options).and_then(|(path, fallback)| {
             (started.path, started.fallback) = (path, fallback);
-            self.launch(handle, started, buffers)
+            self.launch(handle, started, buffers).map_err(|refused| refused.0)
         });
-        if let Err(error) = launched {
-            started.finished = Some(Err(error));
+        let Err(error) = launched else { return };
+        if error.is_harmless() {
+            // No rank has a way for it, and those that have yet to call it are refused: it never counted.
+            self.uncount(started.call);
+        } else {
+            self.note_untold_end(error.clone());
         }
+        started.finished = Some(Err(error));
     }
 }

@@ -1,8 +1,11 @@
-//! Collectives that are started and waited for later, in a [`Vec`] or a [`Buffer`](super::Buffer). Buffers are the communicator's until then, so that a handle may
-//! be forgotten; what comes back is the buffer with the result.
+//! Collectives that are started and waited for later, in a [`Vec`] or a [`Buffer`](super::Buffer). Buffers are the
+//! communicator's until then, so that a handle may be dropped or forgotten; what comes back is the buffer with the result.
+//!
+//! 1024 operations may be in flight. Then a start waits for room until its deadline, as a blocking call does, and moves
+//! on what is in flight meanwhile; if none completes, it fails with [`Error::TooManyInFlight`], and counts for nothing.
 
 use super::calls::{check, elements};
-use super::started::Owned;
+use super::element::OwnedBuffer;
 use super::{CallOptions, Communicator, Element, Error, Handle, Held};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
@@ -84,8 +87,8 @@ impl Communicator {
         options: &CallOptions,
     ) -> Result<Handle<B>, Error> {
         check(&desc)?;
-        let output = output.map(|output| Box::new(output) as _);
-        let id = self.lock().start(desc, Owned { memory: Box::new(memory), output }, options)?;
+        let output = output.map(|output| Box::new(output) as Box<dyn OwnedBuffer>);
+        let id = self.lock().start(desc, Box::new(memory), output, options)?;
         Ok(Handle::new(self.own.clone(), id))
     }
 }

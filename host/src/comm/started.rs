@@ -8,8 +8,9 @@ use super::element::OwnedBuffer;
 use super::error::{Error, Fresh};
 use super::extent::Extent;
 use super::progress::Deadline;
-use super::{CallOptions, Outcome};
+use super::{CallOptions, Outcome, Outstanding};
 use crate::choice::Algo;
+use crate::coll::Schedule;
 use crate::endpoint::OpId;
 use crate::exec::Buffers;
 use crate::reference::Transfer;
@@ -22,14 +23,26 @@ pub(super) struct Owned {
     /// The input, and, without an output of its own, that too.
     pub(super) memory: Box<dyn OwnedBuffer>,
     pub(super) output: Option<Box<dyn OwnedBuffer>>,
+    /// What is contributed instead of the input: that, multiplied.
+    scaled: Option<Vec<u8>>,
+    extent: Extent,
 }
 
 impl Owned {
     fn lend(&mut self) -> Buffers<'_> {
-        match &mut self.output {
-            Some(output) => Buffers::Separate { input: self.memory.bytes(), output: output.bytes_mut() },
-            None => Buffers::InPlace(self.memory.bytes_mut()),
+        match (&self.scaled, &mut self.output) {
+            (Some(input), Some(output)) => Buffers::Separate { input, output: output.bytes_mut() },
+            (Some(input), None) => {
+                Buffers::Separate { input, output: &mut self.memory.bytes_mut()[self.extent.output.clone()] }
+            }
+            (None, Some(output)) => Buffers::Separate { input: self.memory.bytes(), output: output.bytes_mut() },
+            (None, None) => Buffers::InPlace(self.memory.bytes_mut()),
         }
+    }
+
+    fn len_bytes(&self) -> usize {
+        let output = self.output.as_ref().map_or(0, |output| output.bytes().len());
+        self.memory.bytes().len() + output + self.scaled.as_ref().map_or(0, Vec::len)
     }
 
     /// Return the buffer with the result.
@@ -40,8 +53,8 @@ impl Owned {
 
 /// A started operation's buffers in the tree.
 pub(super) struct InTree {
+    handle: u64,
     buffers: Owned,
-    extent: Extent,
 }
 
 impl InTree {
@@ -50,14 +63,19 @@ impl InTree {
     }
 
     pub(super) fn input(&self) -> &[u8] {
-        let bytes = self.buffers.memory.bytes();
-        if self.buffers.output.is_some() { bytes } else { &bytes[self.extent.input.clone()] }
+        let Owned { memory, output, scaled, extent } = &self.buffers;
+        match (scaled, output) {
+            (Some(scaled), _) => scaled,
+            (None, Some(_)) => memory.bytes(),
+            (None, None) => &memory.bytes()[extent.input.clone()],
+        }
     }
 
     pub(super) fn output(&mut self) -> &mut [u8] {
-        match &mut self.buffers.output {
+        let Owned { memory, output, extent, .. } = &mut self.buffers;
+        match output {
             Some(output) => output.bytes_mut(),
-            None => &mut self.buffers.memory.bytes_mut()[self.extent.output.clone()],
+            None => &mut memory.bytes_mut()[extent.output.clone()],
         }
     }
 }
@@ -81,68 +99,183 @@ pub(super) struct Started {
     tested: Option<Instant>,
     /// A schedule's buffers; `None` for the tree's, which the endpoint works on.
     pub(super) buffers: Option<Owned>,
+    /// What a schedule does: made when it was started, so that nothing is refused later.
+    schedule: Option<Schedule>,
     pub(super) finished: Option<Result<Outcome, Error>>,
+    /// Nobody waits for it: its buffers go when it has ended.
+    is_abandoned: bool,
 }
 
 impl Core {
     /// Start an operation in buffers that the communicator owns until it is waited for.
-    pub(super) fn start(&mut self, desc: OpDesc, mut owned: Owned, options: &CallOptions) -> Result<u64, Error> {
+    pub(super) fn start(
+        &mut self,
+        desc: OpDesc,
+        memory: Box<dyn OwnedBuffer>,
+        output: Option<Box<dyn OwnedBuffer>>,
+        options: &CallOptions,
+    ) -> Result<u64, Error> {
         self.usable()?;
         let extent = Extent::of(&desc, self.place)?;
+        let mut owned = Owned { memory, output, scaled: None, extent: extent.clone() };
         extent.check(&desc, &owned.lend())?;
+        owned.scaled = premultiply(&desc, &extent, &owned.lend(), options)?;
         let (deadline, before) = (self.deadline(options), self.mark());
-        // A tree that is known to be lost takes nothing.
-        let lost = self.tree_error().filter(|error| self.is_repairable(error));
-        let ready = lost.map_or(Ok(()), |error| self.change_view(None, &error, deadline).map(|_| ()));
-        let ready = ready.and_then(|()| self.begin_call(deadline));
-        let call = self.calling.take();
-        ready.map_err(|error| self.end(error, &desc, before))?;
-        let (path, fallback) = self.choose(&desc, options)?;
-        let mut scaled = Vec::new();
-        premultiply(&desc, &extent, &mut owned.lend(), options, &mut scaled)?;
-        if !scaled.is_empty() && owned.output.is_some() {
-            owned.memory.bytes_mut().copy_from_slice(&scaled);
+        let ready = self.make_room(deadline).and_then(|()| self.begin_call(deadline));
+        let result = ready.and_then(|()| self.start_call(desc, owned, options, deadline));
+        let result = result.map_err(|error| {
+            let error = self.end(error, &desc, before);
+            self.refuse(error)
+        });
+        self.calling = None;
+        if result.is_ok() {
+            self.pump(None);
         }
+        result
+    }
+
+    /// Start an operation that is counted. A tree that is found to be lost takes nothing: where it is made good, the
+    /// operation is started anew.
+    fn start_call(
+        &mut self,
+        desc: OpDesc,
+        mut owned: Owned,
+        options: &CallOptions,
+        deadline: Deadline,
+    ) -> Result<u64, Error> {
         let handle = self.next_handle;
-        let mut started = Started {
-            desc,
-            call: call.unwrap_or_default(),
-            algo: options.algo.unwrap_or(self.config.algo),
-            path,
-            fallback,
-            tree_op: None,
-            limit: self.limit(options),
-            transfer: None,
-            begun: self.mark(),
-            tested: None,
-            buffers: None,
-            finished: None,
-        };
-        self.launch(handle, &mut started, owned)?;
-        self.next_handle += 1;
-        self.started.insert(handle, started);
-        self.pump(None);
-        Ok(handle)
+        loop {
+            let (path, fallback) = self.choose(&desc, options)?;
+            let mut started = Started {
+                desc,
+                call: self.calling.unwrap_or_default(),
+                algo: options.algo.unwrap_or(self.config.algo),
+                path,
+                fallback,
+                tree_op: None,
+                limit: self.limit(options),
+                transfer: None,
+                begun: self.mark(),
+                tested: None,
+                buffers: None,
+                schedule: None,
+                finished: None,
+                is_abandoned: false,
+            };
+            let Err(refused) = self.launch(handle, &mut started, owned) else {
+                self.next_handle += 1;
+                self.started.insert(handle, started);
+                return Ok(handle);
+            };
+            let error;
+            (error, owned) = *refused;
+            self.get_over(Err(error), deadline)?;
+        }
     }
 
     /// Put a started operation on its way.
-    pub(super) fn launch(&mut self, handle: u64, started: &mut Started, mut owned: Owned) -> Result<(), Error> {
+    ///
+    /// # Errors
+    /// Why not, and its buffers, which are as they were; nothing was posted.
+    pub(super) fn launch(
+        &mut self,
+        handle: u64,
+        started: &mut Started,
+        mut owned: Owned,
+    ) -> Result<(), Box<(Error, Owned)>> {
         let (desc, path, limit) = (started.desc, started.path, started.limit);
         if path == Path::Tree {
-            let extent = Extent::of(&desc, self.place)?;
-            extent.keep_own(&desc, &mut owned.lend());
-            if let Some((op, transfer)) = self.post(&desc, path, limit, Some((&extent, &mut owned.lend())))? {
-                (started.tree_op, started.transfer) = (Some(op), Some(transfer));
-                self.owned.insert(op, InTree { buffers: owned, extent });
+            let extent = owned.extent.clone();
+            match self.post(&desc, path, limit, Some((&extent, &mut owned.lend()))) {
+                Ok(Some((op, transfer))) => {
+                    (started.tree_op, started.transfer) = (Some(op), Some(transfer));
+                    self.owned.insert(op, InTree { handle, buffers: owned });
+                    return Ok(());
+                }
+                // It was lost since it was chosen.
+                Ok(None) => return Err(Box::new((Error::PathLost, owned))),
+                Err(error) => return Err(Box::new((error, owned))),
             }
-        } else {
-            (started.tree_op, started.transfer) = (self.tell_tree(&desc, path, limit)?, None);
-            started.buffers = Some(owned);
-            // In the order of posting, also where an operation has lost its tree.
-            let at = self.schedules.partition_point(|&other| other < handle);
-            self.schedules.insert(at, handle);
         }
+        let schedule = self.schedule(&desc, path, &owned.lend());
+        let told = schedule.and_then(|schedule| Ok((self.tell_tree(&desc, path, limit)?, schedule)));
+        let (told, schedule) = match told {
+            Ok(told) => told,
+            Err(error) => return Err(Box::new((error, owned))),
+        };
+        (started.tree_op, started.transfer, started.schedule) = (told, None, Some(schedule));
+        started.buffers = Some(owned);
+        // In the order of posting, also where an operation has lost its tree.
+        let at = self.schedules.partition_point(|&other| other < handle);
+        self.schedules.insert(at, handle);
         Ok(())
+    }
+
+    /// Nobody will wait for a started operation. It goes on, as other ranks need it; what it owns goes when it has ended.
+    fn abandon(&mut self, handle: u64) {
+        self.settle(handle);
+        let Some(started) = self.started.get_mut(&handle) else { return };
+        started.is_abandoned = true;
+        if started.finished.is_some() {
+            self.reclaim(handle);
+        }
+    }
+
+    fn reclaim(&mut self, handle: u64) {
+        let Some(started) = self.started.remove(&handle) else { return };
+        if let Some(op) = started.tree_op.filter(|_| started.path == Path::Tree) {
+            self.owned.remove(&op);
+            self.forget_verdict(op);
+        }
+    }
+
+    /// Take back what an operation in the tree owned that has completed, if nobody waits for it; returns whether.
+    pub(super) fn reclaim_completed(&mut self, op: OpId) -> bool {
+        let Some(handle) = self.owned.get(&op).map(|in_tree| in_tree.handle) else { return false };
+        if self.started.get(&handle).is_none_or(|started| !started.is_abandoned) {
+            return false;
+        }
+        self.reclaim(handle);
+        true
+    }
+
+    /// Take back what abandoned operations own that have ended: all of them, if the communicator has.
+    pub(super) fn reclaim_abandoned(&mut self) {
+        let is_over = self.has_ended();
+        let over = |started: &Started| started.is_abandoned && (is_over || started.finished.is_some());
+        let handles: Vec<u64> = self.started.iter().filter(|(_, started)| over(started)).map(|(&of, _)| of).collect();
+        handles.into_iter().for_each(|handle| self.reclaim(handle));
+        self.schedules.retain(|handle| self.started.contains_key(handle));
+    }
+
+    /// See to handles that were dropped.
+    pub(super) fn reclaim_dropped(&mut self) {
+        if !self.lost.dropped.is_any() {
+            return;
+        }
+        let lost = std::sync::Arc::clone(&self.lost);
+        let (handles, tickets) = lost.dropped.take();
+        handles.into_iter().for_each(|handle| self.abandon(handle));
+        for ticket in tickets {
+            match &mut self.calls {
+                Some(lines) => lines.mesh.abandon(ticket),
+                // They are at work: the next call sees to it.
+                None => lost.dropped.push_message(ticket),
+            }
+        }
+    }
+
+    /// Return what the communicator owns for operations and messages that were started.
+    pub(super) fn outstanding(&mut self) -> Outstanding {
+        self.reclaim_dropped();
+        let in_tree = self.owned.values().map(|in_tree| &in_tree.buffers);
+        let elsewhere = self.started.values().filter_map(|started| started.buffers.as_ref());
+        let (messages, message_bytes) = self.calls.as_ref().map_or((0, 0), |lines| lines.mesh.owned_by_messages());
+        Outstanding {
+            operations: self.started.len(),
+            messages,
+            bytes: message_bytes + in_tree.chain(elsewhere).map(Owned::len_bytes).sum::<usize>(),
+        }
     }
 
     /// Tell whether a started operation has ended, with a result or an error; drives what can be driven without
@@ -176,7 +309,12 @@ impl Core {
         };
         let in_tree = started.tree_op.and_then(|op| self.owned.remove(&op)).map(|in_tree| in_tree.buffers);
         let ended = self.ended.clone().unwrap_or(Error::PathLost);
-        (started.buffers.or(in_tree), started.finished.unwrap_or(Err(ended)))
+        let (mut buffers, result) = (started.buffers.or(in_tree), started.finished.unwrap_or(Err(ended)));
+        if let (Some(owned), Ok(_), Path::Tree) = (&mut buffers, &result, started.path) {
+            let extent = owned.extent.clone();
+            extent.keep_own(&started.desc, &mut owned.lend());
+        }
+        (buffers, result)
     }
 
     fn wait_for(&mut self, handle: u64, deadline: Deadline) {
@@ -201,7 +339,7 @@ impl Core {
     }
 
     /// Repair what can be.
-    fn get_over(&mut self, result: Result<(), Error>, deadline: Deadline) -> Result<(), Error> {
+    pub(super) fn get_over(&mut self, result: Result<(), Error>, deadline: Deadline) -> Result<(), Error> {
         match result {
             Err(error) if self.is_repairable(&error) => self.change_view(None, &error, deadline).map(|_| ()),
             other => other,
@@ -237,7 +375,7 @@ impl Core {
         Ok(())
     }
 
-    fn run_next_schedule(&mut self, deadline: Deadline) -> Result<(), Error> {
+    pub(super) fn run_next_schedule(&mut self, deadline: Deadline) -> Result<(), Error> {
         let Some(handle) = self.schedules.pop_front() else { return Ok(()) };
         let Some(mut started) = self.started.remove(&handle) else { return Ok(()) };
         let (desc, path) = (started.desc, started.path);
@@ -245,15 +383,18 @@ impl Core {
         let told = started.tree_op.take();
         self.scheduling = Some(started.call);
         let result = started.buffers.as_mut().map_or(Ok(()), |owned| {
-            let buffers = owned.lend();
-            let schedule = self.schedule(&desc, path, &buffers)?;
-            self.run_told((&desc, path), &schedule, buffers, told, deadline)
+            let none = || Error::Argument(format!("{desc} was started without a schedule")).ending();
+            let schedule = started.schedule.as_ref().ok_or_else(none)?;
+            self.run_told((&desc, path), schedule, owned.lend(), told, deadline)
         });
         let result = result.map_err(|error| self.end(error, &desc, started.begun));
         self.scheduling = None;
         let outcome = self.outcome((path, None), started.fallback.clone(), started.begun);
         started.finished = Some(result.clone().map(|()| outcome));
-        self.started.insert(handle, started);
+        started.schedule = None;
+        if !started.is_abandoned {
+            self.started.insert(handle, started);
+        }
         result
     }
 

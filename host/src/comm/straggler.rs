@@ -142,6 +142,11 @@ impl Core {
         self.verdicts.insert((view, op), verdict);
     }
 
+    /// Nobody asks for an operation any more.
+    pub(super) fn forget_verdict(&mut self, op: OpId) {
+        self.verdicts.remove(&(self.view, op));
+    }
+
     /// Add to an outcome what is known of its operation in the tree.
     pub(super) fn with_verdict(&mut self, op: Option<OpId>, outcome: Outcome) -> Outcome {
         let verdict = op.and_then(|op| self.verdicts.remove(&(self.view, op))).unwrap_or_default();

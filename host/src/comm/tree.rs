@@ -10,7 +10,7 @@ use crate::repair::Remains;
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 use sumac_hal::hosted::HostedPort;
-use sumac_hal::ids::Rank;
+use sumac_hal::ids::{ChunkNo, Rank};
 use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::wire::{Limit, RankMask};
 
@@ -58,7 +58,7 @@ impl Tree {
     fn refused(&self, error: endpoint::PostError) -> Error {
         match error {
             endpoint::PostError::Failed(error) => self.named(error),
-            endpoint::PostError::TooMany { .. } => Error::Argument(error.to_string()),
+            endpoint::PostError::TooMany { limit } => Error::TooManyInFlight { limit, waited: Duration::ZERO },
         }
     }
 
@@ -112,6 +112,35 @@ impl Tree {
         match self {
             Self::Packets(driver) => driver.endpoint().gone(),
             Self::Reference(driver) => driver.gone(),
+        }
+    }
+
+    /// Tell whether another operation can be posted.
+    pub(super) fn has_room(&self) -> bool {
+        match self {
+            Self::Packets(driver) => driver.endpoint().has_room(),
+            Self::Reference(driver) => driver.endpoint().has_room(),
+        }
+    }
+
+    /// Return the first chunk whose result this rank does not have.
+    pub(super) fn have(&self) -> ChunkNo {
+        match self {
+            Self::Packets(driver) => driver.endpoint().have(),
+            Self::Reference(driver) => driver.endpoint().have(),
+        }
+    }
+
+    /// Return the chunk behind the last that was posted.
+    pub(super) fn end(&self) -> ChunkNo {
+        ChunkNo(self.remains().ops().end())
+    }
+
+    /// Return the chunk below which every rank has every result, as far as this rank was told.
+    pub(super) fn stable(&self) -> ChunkNo {
+        match self {
+            Self::Packets(driver) => driver.endpoint().stable(),
+            Self::Reference(driver) => driver.endpoint().stable(),
         }
     }
 

@@ -380,6 +380,11 @@ impl Endpoint {
         ChunkNo(first.map_or(0, |seq| seq.0).min(self.ops.end()))
     }
 
+    /// Tell whether another operation can be posted.
+    pub fn has_room(&self) -> bool {
+        self.ops.has_room()
+    }
+
     /// Return the chunk below which every rank has every result, as far as this rank was told.
     pub const fn stable(&self) -> ChunkNo {
         self.stable

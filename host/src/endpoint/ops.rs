@@ -318,7 +318,7 @@ impl Ops {
         offloaded: bool,
         limit: Option<Limit>,
     ) -> Result<OpId, PostError> {
-        if self.queue.len() + self.completed.len() >= MAX_OPS {
+        if !self.has_room() {
             return Err(PostError::TooMany { limit: MAX_OPS });
         }
         let id = OpId(self.next_id);
@@ -332,6 +332,11 @@ impl Ops {
         self.queue.push_back(op);
         self.retire();
         Ok(id)
+    }
+
+    /// Tell whether another operation can be posted.
+    pub(crate) fn has_room(&self) -> bool {
+        self.queue.len() + self.completed.len() < MAX_OPS
     }
 
     /// Return how many seqs an operation has that goes through the tree.

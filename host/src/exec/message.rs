@@ -21,7 +21,7 @@ use super::run::{Failure, Interrupt, Run};
 use crate::coll::{Layout, Schedule, Step};
 use rustix::event::PollFlags;
 use std::any::Any;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
@@ -131,6 +131,8 @@ pub(super) struct Messages {
     open: usize,
     /// Those through, until they are taken.
     done: BTreeMap<Ticket, Box<dyn MessageBuffer>>,
+    /// Those not through that nobody will take.
+    abandoned: BTreeSet<Ticket>,
 }
 
 impl fmt::Debug for Messages {
@@ -143,7 +145,8 @@ impl fmt::Debug for Messages {
 impl Messages {
     pub(super) fn new(ranks: usize) -> Self {
         let lanes = || (0..ranks).map(|_| Lane::default()).collect();
-        Self { out: lanes(), from: lanes(), next: 0, open: 0, done: BTreeMap::new() }
+        let (done, abandoned) = (BTreeMap::new(), BTreeSet::new());
+        Self { out: lanes(), from: lanes(), next: 0, open: 0, done, abandoned }
     }
 
     pub(super) const fn is_idle(&self) -> bool {
@@ -154,6 +157,16 @@ impl Messages {
     pub(super) fn awaits_lane(&self, peer: Rank) -> bool {
         let lane = &self.from[peer.0 as usize];
         !lane.posts.is_empty() && !matches!(lane.link.state, State::Ready(_))
+    }
+
+    /// Return how many posted messages own memory, and how many bytes of it.
+    fn owned(&self) -> (usize, usize) {
+        let posts = self.out.iter().chain(&self.from).flat_map(|lane| &lane.posts);
+        let open = posts.filter_map(|post| match &post.slot {
+            Slot::Owned(buffer) => Some(buffer),
+            Slot::Lent(_) => None,
+        });
+        open.chain(self.done.values()).fold((0, 0), |(count, len), buffer| (count + 1, len + buffer.bytes().len()))
     }
 
     /// Return a peer with a message that is not through.
@@ -209,6 +222,24 @@ impl Mesh {
         self.messages.done.remove(&ticket)
     }
 
+    /// Drop the buffer of a posted message: now if it is through, else as soon as it is. The message itself goes on, as
+    /// the other end waits for it.
+    pub fn abandon(&mut self, ticket: Ticket) {
+        if self.messages.done.remove(&ticket).is_none() {
+            self.messages.abandoned.insert(ticket);
+        }
+    }
+
+    /// Return how many posted messages own memory, and how many bytes of it.
+    pub fn owned_by_messages(&self) -> (usize, usize) {
+        self.messages.owned()
+    }
+
+    /// Return whether as many messages are open as there may be.
+    fn is_full(&self) -> bool {
+        self.messages.open >= POSTS_MAX
+    }
+
     fn check_message(&self, peer: Rank) -> Result<(), ExecError> {
         let invalid = |what| Err(ExecError::Invalid { what });
         if let Some(error) = &self.poisoned {
@@ -217,7 +248,7 @@ impl Mesh {
         if peer == self.rank() || peer.0 >= self.place.ranks() {
             return invalid(format!("a message between {} and {peer} of {} ranks", self.rank(), self.place.ranks()));
         }
-        if self.messages.open >= POSTS_MAX {
+        if self.is_full() {
             return invalid(format!("{POSTS_MAX} messages are not through yet; wait for some before posting more"));
         }
         Ok(())
@@ -275,6 +306,26 @@ pub fn wait(
 /// As [`transfer`].
 pub fn poll(mesh: &mut Mesh, interrupt: &mut dyn Interrupt) -> Result<(), ExecError> {
     converse(mesh, Vec::new(), None, interrupt, &|mesh| mesh.messages.is_idle())
+}
+
+/// Wait until there is room for another message; false if there is none by the deadline, which changes nothing.
+///
+/// # Errors
+/// As [`transfer`], but for the deadline.
+pub fn make_room(mesh: &mut Mesh, deadline: Instant, interrupt: &mut dyn Interrupt) -> Result<bool, ExecError> {
+    let has_room = |mesh: &Mesh| !mesh.is_full();
+    while !has_room(mesh) {
+        let now = Instant::now();
+        if now >= deadline {
+            return Ok(false);
+        }
+        // Not by the mesh's own deadline, which ends it.
+        poll(mesh, interrupt)?;
+        if !has_room(mesh) {
+            std::thread::park_timeout(ROOM_POLL_INTERVAL.min(deadline - now));
+        }
+    }
+    Ok(true)
 }
 
 /// Move messages on until `is_done`; without a deadline, as far as they go.
@@ -352,10 +403,12 @@ impl Run<'_> {
             }
         }
         let own = self.mesh.rank();
-        let Messages { out, from, open, done, .. } = &mut self.mesh.messages;
+        let Messages { out, from, open, done, abandoned, .. } = &mut self.mesh.messages;
         let mut through = |post: Post| {
             *open -= 1;
-            if let Slot::Owned(buffer) = post.slot {
+            if let Slot::Owned(buffer) = post.slot
+                && !abandoned.remove(&post.ticket)
+            {
                 done.insert(post.ticket, buffer);
             }
         };
@@ -385,5 +438,7 @@ impl Run<'_> {
 
 /// The most messages of a mesh that are not through.
 pub const POSTS_MAX: usize = 4096;
+/// How often a call that waits for room looks whether there is some.
+const ROOM_POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// More than a look at the sockets takes; nothing waits for it.
 const A_LOOK: Duration = Duration::from_secs(60);

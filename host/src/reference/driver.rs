@@ -231,6 +231,11 @@ impl ReferenceDriver {
         self.endpoint.post_within(desc, path, limit, places)
     }
 
+    /// Return this rank's side of the protocol.
+    pub(crate) const fn endpoint(&self) -> &ReferenceEndpoint {
+        &self.endpoint
+    }
+
     /// Return the ranks that have left the group.
     pub(crate) fn gone(&self) -> RankMask {
         self.endpoint.gone()

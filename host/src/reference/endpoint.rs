@@ -357,6 +357,11 @@ impl ReferenceEndpoint {
         ChunkNo(self.have)
     }
 
+    /// Tell whether another operation can be posted.
+    pub fn has_room(&self) -> bool {
+        self.ops.has_room()
+    }
+
     /// Return the chunk below which every rank has every result, as far as this rank was told.
     pub const fn stable(&self) -> ChunkNo {
         self.stable

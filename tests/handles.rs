@@ -1,0 +1,272 @@
+//! Handles of started operations that are dropped or forgotten, and what a communicator owns for them; ways to end a
+//! communicator that has operations in flight.
+
+mod common;
+
+use common::{Cluster, by_packets, plain};
+use std::sync::Barrier;
+use std::sync::mpsc::channel;
+use std::thread;
+use std::time::Duration;
+use sumac::comm::{Departure, Held};
+use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, Path, ReduceOp};
+use sumac_hal::ids::Rank;
+
+/// More than a rank needs to leave.
+const SOON: Duration = Duration::from_secs(30);
+
+/// The most operations in flight.
+const IN_FLIGHT: usize = 1024;
+
+/// Start and drop, many more times than fit in flight; nothing is left of it, and nothing is wrong with what follows.
+fn start_and_drop<B: Held<Element = u32>>(comm: &Communicator, rounds: usize, mut buffer: impl FnMut() -> B) {
+    let mut most = 0;
+    for _ in 0..rounds {
+        drop(comm.start_all_reduce(buffer(), ReduceOp::Sum).expect("room"));
+        most = most.max(comm.outstanding().operations);
+    }
+    assert!(most <= IN_FLIGHT, "{most} operations were owned at once");
+    let mut values = [1_u32; 4];
+    comm.all_reduce(&mut values, ReduceOp::Sum).expect("a sum");
+    assert_eq!(values, [comm.size(); 4]);
+    let left = comm.outstanding();
+    assert_eq!((left.operations, left.bytes), (0, 0), "what was dropped is gone when it has completed");
+}
+
+#[test]
+fn dropped_handles_leave_nothing() {
+    for (configure, algo) in [(plain as fn(&mut JoinConfig), None), (by_packets, None), (by_packets, Some(Algo::Ring))]
+    {
+        let cluster = Cluster::start(1, 2);
+        let configure = |config: &mut JoinConfig| {
+            configure(config);
+            config.algo = algo.unwrap_or(config.algo);
+        };
+        cluster.run("dropped", 2, configure, |comm| {
+            start_and_drop(&comm, 3 * IN_FLIGHT, || vec![1_u32; 256]);
+            assert_eq!(comm.leave_within(SOON), Departure::Settled);
+        });
+    }
+}
+
+/// What the device reaches is let go as well: there is far less of it than is asked for here altogether.
+#[test]
+fn dropped_handles_leave_no_registered_memory() {
+    let cluster = Cluster::start(1, 2);
+    cluster.run("registered", 2, plain, |comm| {
+        for _ in 0..40 {
+            start_and_drop(&comm, 100, || comm.alloc::<u32>(1 << 14).expect("memory that the device reaches"));
+        }
+        assert_eq!(comm.leave_within(SOON), Departure::Settled);
+    });
+}
+
+#[test]
+fn forgotten_handle_keeps_its_buffer_alone() {
+    let cluster = Cluster::start(1, 2);
+    cluster.run("forgotten", 2, plain, |comm| {
+        std::mem::forget(comm.start_all_reduce(vec![1_u32; 256], ReduceOp::Sum).expect("room"));
+        start_and_drop_beside(&comm);
+        let left = comm.outstanding();
+        assert_eq!((left.operations, left.bytes), (1, 1024));
+        assert_eq!(comm.leave_within(SOON), Departure::Settled);
+    });
+}
+
+fn start_and_drop_beside(comm: &Communicator) {
+    drop(comm.start_all_reduce(vec![1_u32; 64], ReduceOp::Sum).expect("room"));
+    let mut values = [1_u32; 4];
+    comm.all_reduce(&mut values, ReduceOp::Sum).expect("a sum");
+    assert_eq!(values, [2; 4]);
+}
+
+/// The rank that the call waits for comes only when the handle is gone.
+#[test]
+fn dropping_a_handle_waits_for_no_call() {
+    let cluster = Cluster::start(1, 2);
+    let is_dropped = Barrier::new(2);
+    cluster.run("beside", 2, plain, |comm| {
+        let handle = comm.start_all_reduce(vec![1_u32; 64], ReduceOp::Sum).expect("room");
+        if comm.rank() == 0 {
+            thread::scope(|scope| {
+                let (calls, called) = channel();
+                let comm = &comm;
+                scope.spawn(move || {
+                    calls.send(()).expect("it listens");
+                    comm.barrier().expect("the other comes");
+                });
+                called.recv().expect("it calls");
+                drop(handle);
+                is_dropped.wait();
+            });
+        } else {
+            is_dropped.wait();
+            drop(handle);
+            comm.barrier().expect("the other is there");
+        }
+        assert_eq!(comm.outstanding().operations, 0);
+        comm.leave();
+    });
+}
+
+/// Started operations of both kinds, blocking ones and messages between them, some dropped, the others waited for from the
+/// last to the first.
+#[test]
+fn started_operations_beside_schedules_all_have_their_own_results() {
+    for configure in [plain as fn(&mut JoinConfig), by_packets] {
+        let cluster = Cluster::start(1, 3);
+        cluster.run("mixed", 3, configure, |comm| {
+            let (rank, ranks) = (comm.rank(), comm.size());
+            let sum = |nth: u32| ranks * nth + 3;
+            let mut handles = Vec::new();
+            for nth in 0..120_u32 {
+                let algo = if nth % 2 == 0 { Algo::Tree } else { Algo::Ring };
+                let options = CallOptions { algo: Some(algo), ..CallOptions::default() };
+                let mut values = vec![nth + rank; 500];
+                match nth % 7 {
+                    0 | 3 => {
+                        let outcome = comm.all_reduce_with(&mut values, ReduceOp::Sum, &options).expect("a sum");
+                        assert_eq!((values, outcome.path == Path::Tree), (vec![sum(nth); 500], nth % 2 == 0));
+                    }
+                    5 => {
+                        let (to, from) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
+                        let mut got = vec![0; 500];
+                        comm.send_receive((&values, to), (&mut got, from), nth).expect("both are there");
+                        assert_eq!(got, vec![nth + from; 500]);
+                    }
+                    6 => drop(comm.start_all_reduce_with(values, ReduceOp::Sum, &options).expect("room")),
+                    _ => {
+                        handles.push((nth, comm.start_all_reduce_with(values, ReduceOp::Sum, &options).expect("room")))
+                    }
+                }
+            }
+            for (nth, mut handle) in handles.into_iter().rev() {
+                if nth % 5 == 0 {
+                    while !handle.test() {}
+                }
+                assert_eq!(handle.wait().expect("a sum").0, vec![sum(nth); 500], "{nth}");
+            }
+            let mut values = [1_u32];
+            comm.all_reduce(&mut values, ReduceOp::Sum).expect("a sum");
+            assert_eq!(comm.outstanding().operations, 0);
+            assert_eq!(comm.leave_within(SOON), Departure::Settled);
+        });
+    }
+}
+
+/// The input of a started operation, in a buffer for both, is what the caller gets back outside of the result.
+#[test]
+fn started_premul_sum_scales_no_buffer_twice() {
+    let cluster = Cluster::start(1, 2);
+    cluster.run("premul", 2, plain, |comm| {
+        let options = CallOptions { scalar: Some(3.0), ..CallOptions::default() };
+        for algo in [Algo::Tree, Algo::Ring] {
+            let options = CallOptions { algo: Some(algo), ..options };
+            let handle = comm.start_all_reduce_with(vec![2.0_f64; 9], ReduceOp::PremulSum, &options).expect("room");
+            assert_eq!(handle.wait().expect("a sum").0, [12.0; 9]);
+        }
+        let handle = comm.start_reduce(vec![2.0_f32; 9], ReduceOp::PremulSum, 1).expect("room");
+        assert_eq!(handle.wait().expect("a sum").0, [if comm.rank() == 1 { 4.0 } else { 2.0 }; 9]);
+        comm.leave();
+    });
+}
+
+#[test]
+fn cancelled_communicator_gives_everything_back() {
+    for configure in [plain as fn(&mut JoinConfig), by_packets] {
+        let cluster = Cluster::start(1, 2);
+        let is_cancelled = Barrier::new(2);
+        cluster.run("cancelled", 2, configure, |comm| {
+            comm.barrier().expect("both are there");
+            if comm.rank() == 1 {
+                is_cancelled.wait();
+                // What the other had started may have completed.
+                let error = loop {
+                    if let Err(error) = comm.all_reduce(&mut [7_u32; 256], ReduceOp::Sum) {
+                        break error;
+                    }
+                };
+                assert!(matches!(&error, Error::RanksFailed { ranks, .. } if ranks[..] == [Rank(0)]), "{error}");
+                return;
+            }
+            let mut handles: Vec<_> =
+                (0..10).map(|_| comm.start_all_reduce(vec![7_u32; 256], ReduceOp::Sum).expect("room")).collect();
+            comm.canceller().cancel();
+            assert_eq!(handles.pop().expect("ten").wait().expect_err("cancelled"), Error::Cancelled);
+            handles.truncate(5);
+            assert_eq!(comm.outstanding().operations, 5);
+            drop(handles);
+            assert_eq!((comm.outstanding().operations, comm.outstanding().bytes), (0, 0));
+            assert!(matches!(comm.leave_within(SOON), Departure::Failed(_)));
+            is_cancelled.wait();
+        });
+    }
+}
+
+/// Handles hold it; without them, and without having left, it is lost to the others.
+#[test]
+fn dropped_communicator_is_a_lost_rank_when_its_last_handle_is_gone() {
+    let cluster = Cluster::start(1, 2);
+    let is_there = Barrier::new(2);
+    cluster.run("gone", 2, plain, |comm| {
+        let handle = comm.start_all_reduce(vec![1_u32; 64], ReduceOp::Sum).expect("room");
+        if comm.rank() == 1 {
+            drop(comm);
+            assert_eq!(handle.wait().expect("a sum").0, [2; 64]);
+            is_there.wait();
+            return;
+        }
+        assert_eq!(handle.wait().expect("a sum").0, [2; 64]);
+        is_there.wait();
+        let error = comm.barrier().expect_err("the other is gone");
+        assert!(matches!(&error, Error::RanksFailed { ranks, .. } if ranks[..] == [Rank(1)]), "{error}");
+        assert!(matches!(comm.leave_within(SOON), Departure::Failed(_)));
+    });
+}
+
+/// A rank that does not take its result in holds the others until their time is over, and no longer.
+#[test]
+fn rank_leaves_unsettled_when_its_time_is_over() {
+    let cluster = Cluster::start(1, 2);
+    let has_left = Barrier::new(2);
+    cluster.run("unsettled", 2, plain, |comm| {
+        let options = CallOptions { algo: Some(Algo::Tree), ..CallOptions::default() };
+        let handle = comm.start_all_reduce_with(vec![1_u32; 8], ReduceOp::Sum, &options).expect("room");
+        if comm.rank() == 1 {
+            has_left.wait();
+            assert_eq!(handle.wait().expect("a sum").0, [2; 8]);
+            return;
+        }
+        assert_eq!(handle.wait().expect("a sum").0, [2; 8]);
+        let limit = Duration::from_millis(200);
+        let departure = comm.leave_within(limit);
+        assert!(matches!(departure, Departure::Unsettled { waited } if waited >= limit), "{departure:?}");
+        has_left.wait();
+    });
+}
+
+/// Messages whose handles are dropped go on, and their memory goes when they are through; a sender that is far ahead waits.
+#[test]
+fn messages_wait_for_room_and_leave_nothing() {
+    const MESSAGES: u32 = 5000;
+    let cluster = Cluster::start(1, 2);
+    cluster.run("messages", 2, by_packets, |comm| {
+        if comm.rank() == 0 {
+            for nth in 0..MESSAGES {
+                drop(comm.start_send(vec![nth; 1000], 1, 0).expect("room, in time"));
+            }
+            comm.send(&[MESSAGES], 1, 0).expect("the last");
+        } else {
+            for nth in 0..MESSAGES {
+                let mut values = [0; 1000];
+                comm.receive(&mut values, 0, 0).expect("the next");
+                assert_eq!(values, [nth; 1000]);
+            }
+            let last = comm.start_receive::<u32>(1, 0, 0).expect("room");
+            assert_eq!(last.wait().expect("the last"), [MESSAGES]);
+        }
+        let left = comm.outstanding();
+        assert_eq!((left.messages, left.bytes), (0, 0));
+        comm.leave();
+    });
+}
