@@ -270,11 +270,15 @@ impl Cluster<'_, '_> {
             self.turn(next)?;
         }
         self.ended_at = self.now;
-        let end = self.now + SETTLE;
-        while let Some(next) = self.next_event().filter(|&at| at < end) {
+        while let Some(next) = self.next_event().filter(|&at| at < self.settled_at()) {
             self.turn(next)?;
         }
         Ok(())
+    }
+
+    /// Return when a run that has ended has settled: what ranks say while they do not hear each other comes after that.
+    fn settled_at(&self) -> Instant {
+        self.deaths.split_until().map_or(self.ended_at, |until| until.max(self.ended_at)) + SETTLE
     }
 
     /// Move the clock to the next event, and let everything happen that is due.
@@ -509,5 +513,6 @@ const TIME_LIMIT: Duration = Duration::from_secs(600);
 /// Node timers beyond this are leases.
 pub(super) const A_LEASE_AT_LEAST: Duration = Duration::from_secs(600);
 
-/// After the last end: time for what is on its way, for last probes and for their answers.
+/// After the last end, and after ranks hear each other again: time for what is on its way, for last probes and for their
+/// answers.
 const SETTLE: Duration = Duration::from_secs(20);

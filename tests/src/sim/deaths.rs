@@ -67,6 +67,11 @@ impl Deaths {
         self.known.get(&rank).cloned().unwrap_or_default().into_iter()
     }
 
+    /// Until when some ranks do not hear each other, if that ever was so.
+    pub(super) fn split_until(&self) -> Option<Instant> {
+        self.split.map(|split| split.until)
+    }
+
     /// Until when two ranks do not hear each other, if they don't.
     pub(super) fn cut_until(&self, one: usize, other: usize, now: Instant) -> Option<Instant> {
         let split = self.split.filter(|split| split.until > now)?;
