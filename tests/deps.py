@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Checks what the workspace depends on: licences, sources, and the direction of its own arrows.
 
-Licences: every crate that any member can pull in, on any platform, must be usable under a licence of ALLOWED.
+Licences: every crate that any member can pull in, on any platform, must be usable under a licence that deny.toml
+          allows.
 Sources:  every foreign crate comes from a registry, not from a branch of somebody's repository.
 Arrows:   every arrow ends in hal. `host` never names `device`, `device` never names `host`; neither names `hal::emu`
           (boards, tests and the command do the composing); inside hal, `emu` knows nothing of `wire`. The manifests
@@ -17,33 +18,16 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-# Permissive licences that go with MIT OR Apache-2.0 in source and binary form. Unicode-3.0 is that of the tables in
-# unicode-ident, which runs at build time only.
-ALLOWED = {
-    "0BSD",
-    "Apache-2.0",
-    "Apache-2.0 WITH LLVM-exception",
-    "BSD-2-Clause",
-    "BSD-3-Clause",
-    "BSL-1.0",
-    "CC0-1.0",
-    "ISC",
-    "MIT",
-    "MIT-0",
-    "Unicode-3.0",
-    "Unlicense",
-    "Zlib",
-}
+# What `cargo deny` is told (tests/deny/run), which also checks what this does not: duplicates, and RustSec's advisories.
+POLICY = tomllib.loads((ROOT / "deny.toml").read_text(encoding="utf-8"))["licenses"]
 
-# Licences that single crates may have beside ALLOWED, and why.
-EXCEPTIONS = {
-    # File-level copyleft, met by using them unchanged; they decode logs in the command, and no image holds them.
-    "alterable_logger": "MPL-2.0",
-    "colored": "MPL-2.0",
-}
+# Licences that any crate may have, and those that single crates may have beside them.
+ALLOWED = set(POLICY["allow"])
+EXCEPTIONS = {entry["crate"]: set(entry["allow"]) for entry in POLICY["exceptions"]}
 
 # Which members each member may depend on. A new member is an error until its place is stated here.
 ANY = None
@@ -157,8 +141,8 @@ def foreign_crates(data, own):
     for package in data["packages"]:
         name = f"{package['name']} {package['version']}"
         licence = package["license"] or ""
-        if not usable(licence) and EXCEPTIONS.get(package["name"]) != licence:
-            yield f"{name}: licence '{licence or 'not stated'}' is not allowed; replace the crate, or argue for ALLOWED"
+        if not usable(licence) and licence not in EXCEPTIONS.get(package["name"], ()):
+            yield f"{name}: licence '{licence or 'not stated'}' is not allowed; replace the crate, or argue for it in deny.toml"
         source = package["source"]
         if source is None and package["name"] not in own:
             yield f"{name}: comes from a path outside the workspace"
