@@ -7,6 +7,7 @@
 //! be the last thing that its own result needs.
 
 use super::frame::{AbortFrame, HELLO_BYTES, HelloKind};
+use super::greet::ACCEPTS_PER_ROUND;
 use super::link::{Link, Moved, State, read, write};
 use super::run::{Failure, Run, is_next};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -30,7 +31,12 @@ impl Run<'_> {
         let (Failure::Found(error) | Failure::Told(error)) = failure;
         let frame = AbortFrame::new(self.call, error);
         // Who is at the door is told here, instead of finding it closed.
-        let _ = self.mesh.accept();
+        let now = Instant::now();
+        for _ in 0..ACCEPTS_PER_ROUND {
+            if self.mesh.accept(now).is_none_or(|is_last| is_last) {
+                break;
+            }
+        }
         for index in (0..self.mesh.pending.len()).rev() {
             self.mesh.greet(index);
         }
@@ -68,7 +74,7 @@ impl Run<'_> {
                 State::Connecting(_) => tellings.push(Telling { hello_left: HELLO_BYTES, ..telling }),
                 State::Idle if couriers && peer != self.mesh.rank() => {
                     // A rank that can't be reached is not there to be told.
-                    if let Ok(stream) = self.mesh.connecting(peer) {
+                    if let Ok(Some(stream)) = self.mesh.connecting(peer) {
                         tellings.push(Telling { courier: Some(stream), hello_left: HELLO_BYTES, ..telling });
                     }
                 }

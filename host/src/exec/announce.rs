@@ -9,6 +9,7 @@ use super::error::ExecError;
 use super::frame::{FrameKind, HEADER_BYTES, HELLO_BYTES, Header, HelloKind};
 use super::link::{Moved, State, write};
 use super::run::{Failure, Run, open};
+use std::io::ErrorKind;
 use std::time::{Duration, Instant};
 
 /// When to announce next: after a pause that doubles each time.
@@ -47,7 +48,7 @@ impl Run<'_> {
                 }
             } else if matches!(link.state, State::Idle) && self.mesh.wants.iter().all(|(other, _)| *other != peer) {
                 let courier = self.mesh.connecting(peer)?;
-                self.mesh.wants.push((peer, courier));
+                self.mesh.wants.extend(courier.map(|courier| (peer, courier)));
             }
         }
         Ok(())
@@ -56,8 +57,11 @@ impl Run<'_> {
     /// Let a courier that is connected say what it is for, and end.
     pub(super) fn send_want(&mut self, index: usize) -> Result<(), Failure> {
         let (peer, courier) = self.mesh.wants.remove(index);
-        if !matches!(courier.take_error(), Ok(None)) {
-            return Err(ExecError::RankLost { rank: peer }.into());
+        match courier.take_error() {
+            Ok(None) => {}
+            // It is tried again after the next pause.
+            Ok(Some(error)) if error.kind() == ErrorKind::ConnectionReset => return Ok(()),
+            _ => return Err(ExecError::RankLost { rank: peer }.into()),
         }
         let hello = self.mesh.hello(HelloKind::Courier, peer).emit();
         let header = Header { kind: FrameKind::Want, call: self.call, step: 0, len_bytes: 0, transfer_bytes: 0 }.emit();

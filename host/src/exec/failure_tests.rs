@@ -1,6 +1,7 @@
 //! Every way to fail: the error has a name, all ranks get it, nobody hangs.
 
 use super::frame::{AbortFrame, FrameKind, HEADER_BYTES, HELLO_BYTES, Header, Hello, HelloKind, VERSION};
+use super::link::Link;
 use super::tests::{BOTH, FAR, TOKEN, all_reduce, context, meshes, meshes_with, on_ranks};
 use super::*;
 use crate::coll::{Place, Schedule, dissemination, ring};
@@ -8,6 +9,7 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -130,7 +132,7 @@ fn a_rank_that_died_before_it_connected_is_named_too() {
 #[test]
 fn strangers_are_dropped_and_counted() {
     let mut meshes = meshes(2);
-    let address = meshes[1].listener.local_addr().expect("bound");
+    let address = meshes[1].acceptor.listener().local_addr().expect("bound");
     let right = Hello { version: VERSION, kind: HelloKind::Peer, token: TOKEN, from: Rank(0), to: Rank(1) };
     let strangers = [
         (b"GET / HTTP/1.1\r\nHost: stranger\r\n\r\n"[..HELLO_BYTES].to_vec(), None),
@@ -162,6 +164,62 @@ fn strangers_are_dropped_and_counted() {
     }
     drop(silent);
     assert_eq!(on_ranks(&mut meshes, |mesh| barrier(mesh, 1, &mut NoInterrupt)), [Ok(()), Ok(())]);
+}
+
+/// Ranks dial each other while others connect and hang up, or stay and say nothing.
+#[test]
+fn flood_of_connections_makes_no_rank_appear_lost() {
+    let ranks = 4;
+    let mut meshes = meshes(ranks);
+    let addresses: Vec<_> = meshes.iter().map(|mesh| mesh.acceptor.listener().local_addr().expect("bound")).collect();
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let (addresses, is_over) = (&addresses, &is_over);
+        let mut idle = Vec::new();
+        for address in addresses {
+            idle.extend((0..200).map(|_| TcpStream::connect(address).expect("listening")));
+        }
+        let flood = scope.spawn(move || {
+            let mut connections = 0;
+            while connections < 50_000 && !is_over.load(Ordering::Acquire) {
+                let address = addresses[connections % addresses.len()];
+                // The meshes may be gone.
+                let _ = TcpStream::connect(address);
+                connections += 1;
+            }
+        });
+        for round in 0..20 {
+            let results = on_ranks(&mut meshes, |mesh| barrier(mesh, 0, &mut NoInterrupt));
+            assert!(results.iter().all(Result::is_ok), "round {round}: {results:?}");
+            // The next round's ranks have to dial again.
+            for mesh in &mut meshes {
+                mesh.links.iter_mut().for_each(|link| *link = Link::default());
+            }
+        }
+        is_over.store(true, Ordering::Release);
+        flood.join().expect("no panic");
+    });
+}
+
+/// A connection that ends before it was answered says nothing of the rank behind it.
+#[test]
+fn peer_that_hangs_up_unanswered_is_dialled_again() {
+    let mut meshes = meshes(2);
+    let by_hand = meshes.pop().expect("rank 1");
+    let mut mesh = meshes.pop().expect("rank 0");
+    thread::scope(|scope| {
+        let call = scope.spawn(move || (barrier(&mut mesh, 0, &mut NoInterrupt), mesh));
+        let listener = by_hand.acceptor.listener();
+        listener.set_nonblocking(false).expect("a socket");
+        for _ in 0..5 {
+            let (mut stream, _) = listener.accept().expect("rank 0 dials");
+            stream.read_exact(&mut [0; HELLO_BYTES]).expect("a hello");
+        }
+        listener.set_nonblocking(true).expect("a socket");
+        let mut by_hand = by_hand;
+        assert_eq!(barrier(&mut by_hand, 0, &mut NoInterrupt), Ok(()));
+        assert_eq!(call.join().expect("no panic").0, Ok(()));
+    });
 }
 
 #[test]
@@ -270,8 +328,8 @@ fn a_peer_in_the_middle_of_a_frame_gets_the_true_rest_before_the_abort() {
             let (schedule, kernel) = (ring::all_reduce(mesh.place(), count), Kernel::new(Dtype::I32, ReduceOp::Sum));
             execute(&mut mesh, &schedule, kernel.as_ref(), &mut buf[..], &ctx, &mut alarm)
         });
-        by_hand.listener.set_nonblocking(false).expect("a socket");
-        let (mut stream, _) = by_hand.listener.accept().expect("rank 0 dials");
+        by_hand.acceptor.listener().set_nonblocking(false).expect("a socket");
+        let (mut stream, _) = by_hand.acceptor.listener().accept().expect("rank 0 dials");
         stream.read_exact(&mut [0; HELLO_BYTES]).expect("a hello");
         stream.write_all(&by_hand.hello(HelloKind::Peer, Rank(0)).emit()).expect("small");
         stream.peek(&mut [0]).expect("a frame has begun");

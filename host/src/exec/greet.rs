@@ -1,22 +1,26 @@
 //! Accepted connections, until they have said who they are.
 //!
-//! Invariants: nothing of a stranger gets past the hello; at most [`PENDING_MAX`] strangers wait at a time, the
-//! oldest makes room; an answer is never longer than what was said.
+//! Invariants: nothing of a stranger gets past the hello; at most [`PENDING_MAX`] strangers wait at a time, each for
+//! [`HELLO_LIMIT`] altogether, and the oldest makes room; what one has said is looked at before it loses its place, and
+//! a peer that loses it all the same dials again; an answer is never longer than what was said.
 
+use super::acceptor::Accepted;
 use super::error::{Call, ExecError, Refusal};
 use super::frame::{
     ABORT_MAX_BYTES, AbortFrame, FrameKind, HEADER_BYTES, HELLO_BYTES, Header, Hello, HelloKind, VERSION,
 };
 use super::link::{Moved, State, read, write};
 use super::mesh::Mesh;
-use std::io::ErrorKind;
+use super::run::{Failure, Run};
 use std::net::TcpStream;
+use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 
 /// An accepted connection that has not finished its hello.
 #[derive(Debug)]
 pub(super) struct Pending {
     pub(super) stream: TcpStream,
+    since: Instant,
     bytes: [u8; HELLO_BYTES + HEADER_BYTES + ABORT_MAX_BYTES],
     filled: usize,
 }
@@ -36,31 +40,55 @@ pub(super) enum Greeted {
     Wanted(Call),
 }
 
-impl Mesh {
-    /// Accept what waits at the listener, at most [`PENDING_MAX`] connections at a time.
-    pub(super) fn accept(&mut self) -> Result<(), ExecError> {
-        for _ in 0..PENDING_MAX {
-            let stream = match self.listener.accept() {
-                Ok((stream, _)) => stream,
-                Err(error) => match error.kind() {
-                    ErrorKind::WouldBlock => break,
-                    ErrorKind::Interrupted | ErrorKind::ConnectionAborted => continue,
-                    _ => {
-                        let what = format!("accepting a connection: {error}");
-                        return Err(ExecError::Io { rank: self.rank(), what });
-                    }
-                },
-            };
-            if self.pending.len() == PENDING_MAX {
-                self.pending.remove(0);
-                self.foreign_dropped += 1;
-            }
-            if stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).is_ok() {
-                let bytes = [0; HELLO_BYTES + HEADER_BYTES + ABORT_MAX_BYTES];
-                self.pending.push(Pending { stream, bytes, filled: 0 });
+impl Run<'_> {
+    /// Accept a few connections; the oldest that has still not identified itself makes room for the newest.
+    pub(super) fn accept(&mut self, now: Instant) -> Result<(), Failure> {
+        for _ in 0..ACCEPTS_PER_ROUND {
+            let Some(is_last) = self.mesh.accept(now) else { break };
+            let accepted = self.mesh.pending.len();
+            self.welcome(accepted - 1)?;
+            let is_stranger = self.mesh.pending.len() == accepted;
+            if is_last || is_stranger && accepted > PENDING_MAX {
+                self.evict()?;
             }
         }
         Ok(())
+    }
+
+    /// Hang up on those who have not identified themselves in time.
+    pub(super) fn expire(&mut self, now: Instant) -> Result<(), Failure> {
+        while self.mesh.hello_limit().is_some_and(|limit| limit <= now) {
+            self.evict()?;
+        }
+        Ok(())
+    }
+
+    /// Take the place of who has waited longest, unless it has said by now who it is.
+    fn evict(&mut self) -> Result<(), Failure> {
+        let pending = self.mesh.pending.len();
+        if pending > 0 {
+            self.welcome(0)?;
+        }
+        if pending > 0 && self.mesh.pending.len() == pending {
+            self.mesh.pending.remove(0);
+            self.mesh.foreign_dropped += 1;
+        }
+        Ok(())
+    }
+}
+
+impl Mesh {
+    /// Accept one connection, the last of those that wait; returns whether it took the last descriptor.
+    pub(super) fn accept(&mut self, now: Instant) -> Option<bool> {
+        let Accepted { stream, is_last } = self.acceptor.accept(now)?;
+        let bytes = [0; HELLO_BYTES + HEADER_BYTES + ABORT_MAX_BYTES];
+        self.pending.push(Pending { stream, since: now, bytes, filled: 0 });
+        Some(is_last)
+    }
+
+    /// Return when the first of those who have not identified themselves has had its time.
+    pub(super) fn hello_limit(&self) -> Option<Instant> {
+        self.pending.first().map(|pending| pending.since + HELLO_LIMIT)
     }
 
     /// Take pending connection `index` as far as its bytes go; every outcome but `Waiting` removes it.
@@ -160,3 +188,7 @@ impl Pending {
 
 /// The most strangers that wait at a time.
 const PENDING_MAX: usize = 64;
+/// How long a connection may take to identify itself, altogether. A rank says who it is while it is in a call.
+const HELLO_LIMIT: Duration = Duration::from_secs(5);
+/// Connections accepted before others are looked at.
+pub(super) const ACCEPTS_PER_ROUND: usize = 64;

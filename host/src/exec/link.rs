@@ -3,16 +3,20 @@
 //! Invariant: bytes are read off the socket only up to the end of the frame that is being received, so that what
 //! belongs to a later step or operation waits in the socket until it is wanted.
 
+use super::acceptor::Redial;
 use super::error::Call;
 use super::frame::{FRAME_MAX_BYTES, FrameKind, HEADER_BYTES, Header};
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 use std::io::{ErrorKind, IoSlice, Read};
 use std::net::TcpStream;
+use std::time::Instant;
 
 /// A peer and the connection to it.
 #[derive(Debug, Default)]
 pub(super) struct Link {
     pub(super) state: State,
+    /// When to dial again, if a connection came to nothing.
+    pub(super) redial: Redial,
     pub(super) rx: Rx,
     pub(super) tx: Tx,
 }
@@ -177,8 +181,21 @@ impl Link {
         Moved::Bytes(0)
     }
 
+    /// Begin with a socket that was dialled, or, without one, later.
+    pub(super) fn dialled(&mut self, stream: Option<TcpStream>) {
+        self.rx.filled = 0;
+        self.state = match stream {
+            Some(stream) => State::Connecting(stream),
+            None => {
+                self.redial.fail(Instant::now());
+                State::Idle
+            }
+        };
+    }
+
     /// Let frames flow, once both hellos are through.
     pub(super) fn make_ready(&mut self) {
+        self.redial = Redial::default();
         self.state = match std::mem::take(&mut self.state) {
             State::Greeting(stream) => State::Ready(stream),
             other => other,

@@ -3,6 +3,7 @@
 //! For schedules the lower rank dials and the higher accepts; for messages the sender dials ([`super::lane`]). Whoever connects must say the job's token, its rank and the rank it
 //! wants; what does not fit is dropped and counted, and never gets an answer longer than what it sent.
 
+use super::acceptor::{Acceptor, dial};
 use super::error::{ExecError, MeshError};
 use super::frame::{HELLO_BYTES, Hello, HelloKind, VERSION};
 use super::greet::Pending;
@@ -12,8 +13,9 @@ use super::run::Progress;
 use super::watch::Watched;
 use crate::coll::Place;
 use rustix::event::PollFd;
-use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
+use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::time::Instant;
 use sumac_hal::ids::Rank;
 
 /// A job's name on its connections: ranks of different jobs refuse each other.
@@ -34,7 +36,7 @@ pub struct Mesh {
     pub(super) place: Place,
     pub(super) token: JobToken,
     pub(super) addresses: Vec<SocketAddr>,
-    pub(super) listener: TcpListener,
+    pub(super) acceptor: Acceptor,
     /// One for each rank; this rank's own stays idle.
     pub(super) links: Vec<Link>,
     /// Accepted, and not yet known.
@@ -75,11 +77,11 @@ impl Mesh {
         if addresses.len() != place.ranks() as usize {
             return Err(MeshError::Addresses { addresses: addresses.len(), ranks: place.ranks() });
         }
-        listener.set_nonblocking(true).map_err(MeshError::Listener)?;
+        let acceptor = Acceptor::new(listener).map_err(MeshError::Listener)?;
         Ok(Self {
             place,
             token,
-            listener,
+            acceptor,
             messages: Messages::new(addresses.len()),
             links: addresses.iter().map(|_| Link::default()).collect(),
             addresses,
@@ -128,28 +130,37 @@ impl Mesh {
 
     /// Begin to connect to `peer`.
     pub(super) fn dial(&mut self, peer: Rank) -> Result<(), ExecError> {
-        let stream = self.connecting(peer)?;
-        self.links[peer.0 as usize].state = State::Connecting(stream);
+        let dialled = self.connecting(peer)?;
+        self.links[peer.0 as usize].dialled(dialled);
         Ok(())
     }
 
-    /// Return a socket on its way to `peer`.
-    pub(super) fn connecting(&self, peer: Rank) -> Result<TcpStream, ExecError> {
-        let address = self.addresses[peer.0 as usize];
-        let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-        let io = |error: std::io::Error| ExecError::Io {
-            rank: self.rank(),
-            what: format!("connecting to {peer} at {address}: {error}"),
-        };
-        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-        let socket = socket_with(family, SocketType::STREAM, flags, None).map_err(|errno| io(errno.into()))?;
-        let stream = TcpStream::from(socket);
-        stream.set_nodelay(true).map_err(io)?;
-        match connect(&stream, &address) {
-            Ok(()) | Err(rustix::io::Errno::INPROGRESS) => Ok(stream),
-            Err(rustix::io::Errno::CONNREFUSED) => Err(ExecError::RankLost { rank: peer }),
-            Err(errno) => Err(io(errno.into())),
+    /// Dial those again whose connection was not accepted, once their pause is over.
+    pub(super) fn redial(&mut self, now: Instant) -> Result<(), ExecError> {
+        for index in 0..self.links.len() {
+            let link = &self.links[index];
+            if link.redial.at().is_some_and(|at| at <= now) && matches!(link.state, State::Idle) {
+                self.dial(Rank(index as u32))?;
+            }
         }
+        Ok(())
+    }
+
+    /// Return when something is to be done here that no socket says: to dial, to accept or to hang up.
+    pub(super) fn wake_at(&self, now: Instant) -> Option<Instant> {
+        let waits = |link: &&Link| matches!(link.state, State::Idle);
+        let lanes = self.messages.out.iter().filter(|lane| !lane.posts.is_empty()).map(|lane| &lane.link);
+        let dials = self.links.iter().chain(lanes).filter(waits).filter_map(|link| link.redial.at());
+        dials.chain(self.acceptor.resume_at(now)).chain(self.hello_limit()).min()
+    }
+
+    /// Return a socket on its way to `peer`; `None` if that may go better in a moment.
+    pub(super) fn connecting(&self, peer: Rank) -> Result<Option<TcpStream>, ExecError> {
+        let address = self.addresses[peer.0 as usize];
+        dial(address).map_err(|error| match error.kind() {
+            ErrorKind::ConnectionRefused => ExecError::RankLost { rank: peer },
+            _ => ExecError::Io { rank: self.rank(), what: format!("connecting to {peer} at {address}: {error}") },
+        })
     }
 
     /// Take a dialled connection one step further.
@@ -160,24 +171,32 @@ impl Mesh {
 }
 
 /// Take a dialled connection one step further: send our hello, or check theirs.
+///
+/// One that ends without an answer was perhaps crowded out by strangers. It is dialled again: where the peer is gone, that
+/// is refused.
 pub(super) fn advance(link: &mut Link, ours: &Hello) -> Result<(), ExecError> {
     let (own, peer) = (ours.from, ours.to);
     let lost = Err(ExecError::RankLost { rank: peer });
     match std::mem::take(&mut link.state) {
         State::Connecting(stream) => {
             // A fresh socket's buffer holds a hello; one that does not is broken.
-            let sound = matches!(stream.take_error(), Ok(None));
-            if !sound || write(&stream, &ours.emit(), &[]) != Moved::Bytes(HELLO_BYTES) {
-                return lost;
+            match stream.take_error() {
+                Ok(None) if write(&stream, &ours.emit(), &[]) == Moved::Bytes(HELLO_BYTES) => {
+                    link.state = State::Greeting(stream);
+                }
+                Ok(Some(error)) if error.kind() != ErrorKind::ConnectionReset => return lost,
+                _ => link.dialled(None),
             }
-            link.state = State::Greeting(stream);
             Ok(())
         }
         State::Greeting(stream) => {
             link.state = State::Greeting(stream);
             match link.fill_header(HELLO_BYTES) {
                 Moved::WouldBlock => return Ok(()),
-                Moved::Ended => return lost,
+                Moved::Ended => {
+                    link.dialled(None);
+                    return Ok(());
+                }
                 Moved::Bytes(_) => {}
             }
             let bytes = std::array::from_fn(|index| link.rx.bytes[index]);

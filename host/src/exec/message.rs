@@ -389,12 +389,14 @@ impl Run<'_> {
         if self.mesh.messages.is_idle() {
             return Ok(false);
         }
+        let now = Instant::now();
         for index in 0..self.mesh.links.len() {
             let peer = Rank(index as u32);
             let out = &self.mesh.messages.out[index];
-            if !out.posts.is_empty() && matches!(out.link.state, State::Idle) {
-                let stream = self.mesh.connecting(peer)?;
-                self.mesh.messages.out[index].link.state = State::Connecting(stream);
+            let is_due = matches!(out.link.state, State::Idle) && !out.link.redial.is_pausing(now);
+            if !out.posts.is_empty() && is_due {
+                let dialled = self.mesh.connecting(peer)?;
+                self.mesh.messages.out[index].link.dialled(dialled);
             }
             // Who has sent the whole message has opened the lane, and heard that it was accepted.
             let is_gone = matches!(self.mesh.links[index].state, State::Ended);

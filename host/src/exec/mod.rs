@@ -20,6 +20,7 @@
 //! results. A separate input stays as it is: use one where it may be needed again.
 
 mod abort;
+mod acceptor;
 mod announce;
 #[cfg(feature = "cuda")]
 pub mod cuda;

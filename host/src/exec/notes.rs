@@ -1,19 +1,26 @@
 //! Notes: short messages from rank to rank at any time, also while neither is in a call; and whether a rank is there.
 //!
 //! A thread has a connection for each direction between two ranks, made when there is first something to say. A
-//! connection begins with magic `SMCN`, the version (u32), the job's token (u64), and the ranks from and to (u32 each);
-//! then every note is its length (u32) and its bytes, all little-endian. The empty note asks whether the other is there;
-//! the answer, which is a note of its own direction, is the single byte 0.
+//! connection begins with magic `SMCN`, the version (u32), the job's token (u64), and the ranks from and to (u32 each).
+//! The other end answers with the single byte 1: it is accepted. Then every note is its length (u32) and its bytes, all
+//! little-endian. The empty note asks whether the other is there; the answer, which is a note of its own direction, is
+//! the single byte 0.
 //!
 //! What is on its way when a connection breaks may be lost, and notes of an older connection may come after those of a
 //! newer one. Nothing of a stranger gets past the first bytes; a note is at most as long as was said at the start.
+//!
+//! Invariants:
+//! - connections that have not identified themselves share [`STRANGERS_MAX`] places and have [`HELLO_LIMIT`] each; those of
+//!   ranks have places of their own;
+//! - what a connection has said is looked at before it loses its place, and a connection that was not accepted loses no
+//!   note: it is made again. So strangers cost time, and make no rank appear lost.
 
 #[cfg(test)]
 mod tests;
 
+use super::acceptor::{Accepted, Acceptor, Redial, dial};
 use super::mesh::JobToken;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
 use std::collections::{BTreeSet, VecDeque};
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -65,7 +72,7 @@ impl Notes {
         addresses: Vec<SocketAddr>,
         on_heard: impl FnMut(Heard) -> Option<Vec<u8>> + Send + 'static,
     ) -> io::Result<Self> {
-        listener.set_nonblocking(true)?;
+        let acceptor = Acceptor::new(listener)?;
         let (wake, woken) = UnixStream::pair()?;
         wake.set_nonblocking(true)?;
         woken.set_nonblocking(true)?;
@@ -74,10 +81,11 @@ impl Notes {
         let carrier = Carrier {
             own: (rank, token),
             max_len_bytes,
-            listener,
+            acceptor,
             addresses,
             outs,
             ins: Vec::new(),
+            strangers: VecDeque::new(),
             woken,
             watched: BTreeSet::new(),
             sender: Arc::clone(&sender),
@@ -132,26 +140,60 @@ impl Drop for Notes {
     }
 }
 
+/// How far the connection to a rank is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Stage {
+    /// Dialled, if there is a socket.
+    #[default]
+    Connecting,
+    /// Our hello is sent, the answer awaited.
+    Greeting,
+    /// Notes flow.
+    Ready,
+}
+
+/// Why there is no connection to a rank any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Loss {
+    /// Nobody listens there.
+    Refused,
+    /// It was not accepted: somebody may be there all the same.
+    NotAccepted,
+    /// It broke, having been accepted.
+    Broken,
+}
+
 /// The connection to a rank.
 #[derive(Debug, Default)]
 struct Out {
     stream: Option<TcpStream>,
-    is_connected: bool,
-    /// What is to be sent, the beginning of the connection included.
+    stage: Stage,
+    /// What is to be sent.
     bytes: VecDeque<u8>,
     /// When it may be dialled again.
-    retry_at: Option<Instant>,
+    redial: Redial,
+    /// Since when no connection was accepted.
+    failing_since: Option<Instant>,
     asked_at: Option<Instant>,
     /// When it was last known to be there.
     there_at: Option<Instant>,
 }
 
-/// A connection from a rank, or from a stranger.
+/// A connection from a rank.
 #[derive(Debug)]
 struct In {
     stream: TcpStream,
-    from: Option<Rank>,
+    from: Rank,
     bytes: Vec<u8>,
+}
+
+/// A connection that has not identified itself.
+#[derive(Debug)]
+struct Stranger {
+    stream: TcpStream,
+    since: Instant,
+    hello: [u8; HELLO_BYTES],
+    filled: usize,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -159,16 +201,19 @@ enum Watched {
     Wake,
     Listener,
     In(usize),
+    Stranger(usize),
     Out(Rank),
 }
 
 struct Carrier {
     own: (Rank, JobToken),
     max_len_bytes: usize,
-    listener: TcpListener,
+    acceptor: Acceptor,
     addresses: Vec<SocketAddr>,
     outs: Vec<Out>,
     ins: Vec<In>,
+    /// In the order in which they came.
+    strangers: VecDeque<Stranger>,
     woken: UnixStream,
     watched: BTreeSet<Rank>,
     sender: Arc<Sender>,
@@ -191,14 +236,16 @@ impl Carrier {
                 }
             }
             self.look_after(now);
+            self.expire(now);
             self.dial_all(now);
             let ready = self.poll(self.next_at(end).map(|at| at.saturating_duration_since(Instant::now())));
             // From the back: a connection that ends leaves the list.
             for what in ready.into_iter().rev() {
                 match what {
                     Watched::Wake => while matches!((&self.woken).read(&mut [0; 64]), Ok(n) if n > 0) {},
-                    Watched::Listener => self.accept(),
+                    Watched::Listener => self.accept(Instant::now()),
                     Watched::In(index) => self.receive(index),
+                    Watched::Stranger(index) => drop(self.identify(index)),
                     Watched::Out(rank) => self.send(rank),
                 }
             }
@@ -256,51 +303,114 @@ impl Carrier {
             let out = &self.outs[rank.0 as usize];
             Some(out.there_at? + SILENCE).into_iter().chain(out.asked_at.map(|at| at + ASK_EVERY)).min()
         });
-        let dials = self.outs.iter().filter(|out| !out.bytes.is_empty()).filter_map(|out| out.retry_at);
-        asks.chain(dials).chain(end).min()
+        let dials = self.outs.iter().filter(|out| out.stream.is_none() && !out.bytes.is_empty());
+        let dials = dials.filter_map(|out| out.redial.at());
+        let hellos = self.strangers.front().map(|stranger| stranger.since + HELLO_LIMIT);
+        let accepts = self.acceptor.resume_at(Instant::now());
+        asks.chain(dials).chain(end).chain(hellos).chain(accepts).min()
     }
 
     /// Dial where there is something to say.
     fn dial_all(&mut self, now: Instant) {
         for index in 0..self.outs.len() {
             let out = &self.outs[index];
-            if out.stream.is_some() || out.bytes.is_empty() || out.retry_at.is_some_and(|at| at > now) {
+            if out.stream.is_some() || out.bytes.is_empty() || out.redial.is_pausing(now) {
                 continue;
             }
             let rank = Rank(index as u32);
             match dial(self.addresses[index]) {
-                Ok(stream) => self.outs[index].stream = Some(stream),
-                Err(error) => self.lose(rank, error.kind() == ErrorKind::ConnectionRefused),
+                Ok(Some(stream)) => {
+                    (self.outs[index].stream, self.outs[index].stage) = (Some(stream), Stage::Connecting)
+                }
+                Err(error) if error.kind() == ErrorKind::ConnectionRefused => self.lose(rank, Loss::Refused),
+                Ok(None) | Err(_) => self.lose(rank, Loss::NotAccepted),
             }
         }
     }
 
-    /// The connection to a rank has come to nothing, and with it what was to be said.
-    fn lose(&mut self, rank: Rank, is_gone: bool) {
+    /// The connection to a rank has come to nothing, and with it what was to be said, unless it was not even accepted.
+    fn lose(&mut self, rank: Rank, loss: Loss) {
+        let now = Instant::now();
         let out = &mut self.outs[rank.0 as usize];
-        let was_connected = std::mem::take(&mut out.is_connected);
-        (out.stream, out.retry_at) = (None, (!was_connected).then(|| Instant::now() + RETRY));
+        out.stream = None;
+        if loss == Loss::Broken {
+            out.redial = Redial::default();
+        } else {
+            out.redial.fail(now);
+        }
+        let failing_since = *out.failing_since.get_or_insert(now);
+        if loss == Loss::NotAccepted && now.saturating_duration_since(failing_since) < SILENCE {
+            return;
+        }
+        out.failing_since = None;
         out.bytes.clear();
         // Others may have left in good order.
         if !self.watched.contains(&rank) {
             return;
         }
-        if is_gone {
-            self.hear(Heard::Gone(rank));
-        } else if was_connected {
-            // Is it gone? Who listens answers.
-            self.outs[rank.0 as usize].asked_at = Some(Instant::now());
-            self.put(rank, &[]);
+        match loss {
+            Loss::Refused => self.hear(Heard::Gone(rank)),
+            Loss::Broken => {
+                // Is it gone? Who listens answers.
+                self.outs[rank.0 as usize].asked_at = Some(now);
+                self.put(rank, &[]);
+            }
+            Loss::NotAccepted => {}
         }
     }
 
-    fn accept(&mut self) {
-        while let Ok((stream, _)) = self.listener.accept() {
-            let is_full = self.ins.iter().filter(|from| from.from.is_none()).count() >= STRANGERS_MAX;
-            if !is_full && stream.set_nonblocking(true).is_ok() {
-                self.ins.push(In { stream, from: None, bytes: Vec::new() });
+    /// Accept a few connections; the oldest that has still not identified itself makes room for the newest.
+    fn accept(&mut self, now: Instant) {
+        for _ in 0..ACCEPTS_PER_ROUND {
+            let Some(Accepted { stream, is_last }) = self.acceptor.accept(now) else { return };
+            self.strangers.push_back(Stranger { stream, since: now, hello: [0; HELLO_BYTES], filled: 0 });
+            let is_stranger = !self.identify(self.strangers.len() - 1);
+            if is_last || is_stranger && self.strangers.len() > STRANGERS_MAX {
+                self.evict();
             }
         }
+    }
+
+    /// Hang up on those who have not identified themselves in time.
+    fn expire(&mut self, now: Instant) {
+        while self.strangers.front().is_some_and(|stranger| stranger.since + HELLO_LIMIT <= now) {
+            self.evict();
+        }
+    }
+
+    /// Take the place of who has waited longest, unless it is a rank after all, which has another then.
+    fn evict(&mut self) {
+        if !self.strangers.is_empty() && !self.identify(0) {
+            self.strangers.pop_front();
+        }
+    }
+
+    /// Look at what a connection has said; returns whether it has left the strangers, for the ranks or for good.
+    fn identify(&mut self, index: usize) -> bool {
+        let (own, token) = self.own;
+        let stranger = &mut self.strangers[index];
+        let rank = loop {
+            match stranger.stream.read(&mut stranger.hello[stranger.filled..]) {
+                Ok(n @ 1..) => stranger.filled += n,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return false,
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Ok(0) | Err(_) => break None,
+            }
+            if stranger.filled == HELLO_BYTES {
+                let rank = Rank(u32::from_le_bytes(std::array::from_fn(|byte| stranger.hello[16 + byte])));
+                let is_other = (rank.0 as usize) < self.addresses.len() && rank != own;
+                break Some(rank).filter(|_| is_other && stranger.hello == hello(token, rank, own));
+            }
+        };
+        let Some(Stranger { mut stream, .. }) = self.strangers.remove(index) else { return true };
+        // A fresh socket's buffer holds a byte.
+        if let Some(from) = rank
+            && matches!(stream.write(&[ACCEPTED]), Ok(1))
+        {
+            self.outs[from.0 as usize].there_at = Some(Instant::now());
+            self.ins.push(In { stream, from, bytes: Vec::new() });
+        }
+        true
     }
 
     /// Read what has come from a rank.
@@ -324,21 +434,11 @@ impl Carrier {
         }
     }
 
-    /// Take the notes out of what was read; false if it is none of a rank of this job.
+    /// Take the notes out of what was read; false if one is too long.
     fn parse(&mut self, index: usize) -> bool {
+        let In { from: rank, .. } = self.ins[index];
         let from = &mut self.ins[index];
         let mut at = 0;
-        if from.from.is_none() {
-            let Some(first) = from.bytes.first_chunk::<HELLO_BYTES>() else { return true };
-            let rank = u32::from_le_bytes(std::array::from_fn(|byte| first[16 + byte]));
-            let expected = hello(self.own.1, Rank(rank), self.own.0);
-            if *first != expected || rank as usize >= self.addresses.len() || rank == self.own.0.0 {
-                return false;
-            }
-            from.from = Some(Rank(rank));
-            at = HELLO_BYTES;
-        }
-        let Some(rank) = from.from else { return false };
         self.outs[rank.0 as usize].there_at = Some(Instant::now());
         let mut notes = Vec::new();
         while let Some(len) = from.bytes[at..].first_chunk::<4>() {
@@ -365,48 +465,73 @@ impl Carrier {
     fn send(&mut self, rank: Rank) {
         let out = &mut self.outs[rank.0 as usize];
         let Some(stream) = &mut out.stream else { return };
-        if !out.is_connected {
+        if out.stage == Stage::Connecting {
             match stream.take_error() {
-                Ok(None) => {}
-                Ok(Some(error)) => return self.lose(rank, error.kind() == ErrorKind::ConnectionRefused),
-                Err(_) => return self.lose(rank, false),
-            }
-            out.is_connected = true;
-            for byte in hello(self.own.1, self.own.0, rank).into_iter().rev() {
-                out.bytes.push_front(byte);
+                // A fresh socket's buffer holds a hello.
+                Ok(None) if matches!(stream.write(&hello(self.own.1, self.own.0, rank)), Ok(HELLO_BYTES)) => {
+                    out.stage = Stage::Greeting;
+                    return;
+                }
+                Ok(Some(error)) if error.kind() == ErrorKind::ConnectionRefused => {
+                    return self.lose(rank, Loss::Refused);
+                }
+                _ => return self.lose(rank, Loss::NotAccepted),
             }
         }
-        // The other end says nothing here: what is there to read is its end.
+        if out.stage == Stage::Greeting {
+            let mut answer = [0];
+            match stream.read(&mut answer) {
+                Ok(1) if answer == [ACCEPTED] => {
+                    (out.stage, out.redial, out.failing_since) = (Stage::Ready, Redial::default(), None);
+                    out.there_at = Some(Instant::now());
+                }
+                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => return,
+                _ => return self.lose(rank, Loss::NotAccepted),
+            }
+        }
+        // The other end says nothing more: what is there to read is its end.
         let lost = match stream.read(&mut [0; 16]) {
             Err(error) if error.kind() == ErrorKind::WouldBlock => false,
             Err(error) => error.kind() != ErrorKind::Interrupted,
             Ok(_) => true,
         };
         if lost {
-            return self.lose(rank, false);
+            return self.lose(rank, Loss::Broken);
         }
         while !out.bytes.is_empty() {
             match stream.write(out.bytes.as_slices().0) {
                 Ok(n) => drop(out.bytes.drain(..n)),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(_) => return self.lose(rank, false),
+                Err(_) => return self.lose(rank, Loss::Broken),
             }
         }
     }
 
     /// Wait until something can be done; returns what.
     fn poll(&self, timeout: Option<Duration>) -> Vec<Watched> {
-        let mut fds = vec![PollFd::new(&self.woken, PollFlags::IN), PollFd::new(&self.listener, PollFlags::IN)];
-        let mut watched = vec![Watched::Wake, Watched::Listener];
+        let mut fds = vec![PollFd::new(&self.woken, PollFlags::IN)];
+        let mut watched = vec![Watched::Wake];
+        if self.acceptor.resume_at(Instant::now()).is_none() {
+            fds.push(PollFd::new(self.acceptor.listener(), PollFlags::IN));
+            watched.push(Watched::Listener);
+        }
         for (index, from) in self.ins.iter().enumerate() {
             fds.push(PollFd::new(&from.stream, PollFlags::IN));
             watched.push(Watched::In(index));
         }
+        for (index, stranger) in self.strangers.iter().enumerate() {
+            fds.push(PollFd::new(&stranger.stream, PollFlags::IN));
+            watched.push(Watched::Stranger(index));
+        }
         for (index, out) in self.outs.iter().enumerate() {
             let Some(stream) = &out.stream else { continue };
-            let writes = !out.is_connected || !out.bytes.is_empty();
-            fds.push(PollFd::new(stream, if writes { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN }));
+            let interest = match out.stage {
+                Stage::Connecting => PollFlags::OUT,
+                Stage::Ready if !out.bytes.is_empty() => PollFlags::IN | PollFlags::OUT,
+                Stage::Greeting | Stage::Ready => PollFlags::IN,
+            };
+            fds.push(PollFd::new(stream, interest));
             watched.push(Watched::Out(Rank(index as u32)));
         }
         let timeout = timeout.map(|timeout| Timespec {
@@ -416,17 +541,6 @@ impl Carrier {
         let polled = poll(&mut fds, timeout.as_ref());
         let is_ready = fds.iter().map(|fd| polled.is_ok() && !fd.revents().is_empty());
         watched.iter().zip(is_ready).filter(|(_, ready)| *ready).map(|(watched, _)| *watched).collect()
-    }
-}
-
-fn dial(address: SocketAddr) -> io::Result<TcpStream> {
-    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    let socket = socket_with(family, SocketType::STREAM, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC, None)?;
-    let stream = TcpStream::from(socket);
-    stream.set_nodelay(true)?;
-    match connect(&stream, &address) {
-        Ok(()) | Err(rustix::io::Errno::INPROGRESS) => Ok(stream),
-        Err(errno) => Err(errno.into()),
     }
 }
 
@@ -441,16 +555,20 @@ fn hello(token: JobToken, from: Rank, to: Rank) -> [u8; HELLO_BYTES] {
 }
 
 const HELLO_BYTES: usize = 24;
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
+/// The answer to a hello.
+const ACCEPTED: u8 = 1;
 /// The answer to the empty note.
 const HERE: [u8; 1] = [0];
 /// How often a rank that is watched is asked.
 const ASK_EVERY: Duration = Duration::from_millis(500);
 /// How long a rank that is watched may be silent; its notes are answered by a thread that does nothing else.
 const SILENCE: Duration = Duration::from_secs(2);
-/// How long after a connection that came to nothing the next is tried.
-const RETRY: Duration = Duration::from_millis(200);
 /// How long sending what is left may take at the end.
 const LAST_WORDS: Duration = Duration::from_millis(200);
-/// Connections that have not said whose they are.
+/// Connections that have not identified themselves.
 const STRANGERS_MAX: usize = 64;
+/// How long a connection may take to identify itself, altogether: ranks have nothing else to do then.
+const HELLO_LIMIT: Duration = Duration::from_secs(2);
+/// Connections accepted before others are looked at.
+const ACCEPTS_PER_ROUND: usize = 64;

@@ -46,6 +46,9 @@ impl Run<'_> {
         }
         let until = wake_at.map_or(self.deadline, |at| at.min(self.deadline));
         let until = self.patience.ends(now).map_or(until, |at| at.min(until));
+        self.mesh.redial(now)?;
+        self.expire(now)?;
+        let until = self.mesh.wake_at(now).map_or(until, |at| at.min(until));
         let timeout = if block { until.saturating_duration_since(now) } else { Duration::ZERO };
         let timeout = Timespec {
             tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
@@ -59,7 +62,7 @@ impl Run<'_> {
         while let Some(watched) = self.mesh.watched.pop() {
             match watched {
                 Watched::Interrupt => self.interrupt.check()?,
-                Watched::Listener => self.mesh.accept()?,
+                Watched::Listener => self.accept(now)?,
                 Watched::Pending(index) => self.welcome(index)?,
                 Watched::Want(index) => self.send_want(index)?,
                 Watched::Link(peer) => self.attend(peer)?,
@@ -78,6 +81,11 @@ impl Run<'_> {
         watched.clear();
         let mesh = &*self.mesh;
         let readable = PollFlags::IN;
+        // It goes first, to be looked at last: whom it lets in changes the places of the others.
+        if mesh.acceptor.resume_at(Instant::now()).is_none() {
+            fds.push(PollFd::new(mesh.acceptor.listener(), readable));
+            watched.push(Watched::Listener);
+        }
         for (index, link) in mesh.links.iter().enumerate() {
             let peer = Rank(index as u32);
             let (Some(stream), interest) = (link.stream(), self.interest(peer)) else { continue };
@@ -98,8 +106,6 @@ impl Run<'_> {
             fds.push(PollFd::new(courier, PollFlags::OUT));
             watched.push(Watched::Want(index));
         }
-        fds.push(PollFd::new(&mesh.listener, readable));
-        watched.push(Watched::Listener);
         if let Some(fd) = self.interrupt.poll_fd() {
             fds.push(PollFd::from_borrowed_fd(fd, readable));
             watched.push(Watched::Interrupt);

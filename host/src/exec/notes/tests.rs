@@ -82,12 +82,88 @@ fn strangers_are_not_heard() {
         let mut bytes = hello(JobToken(token), Rank(from), Rank(to)).to_vec();
         bytes.extend([2, 0, 0, 0, b'h', b'i']);
         stream.write_all(&bytes).expect("it listens");
-        stream.shutdown(Shutdown::Write).expect("connected");
-        // It hangs up.
+        // It hangs up, perhaps by now.
+        let _ = stream.shutdown(Shutdown::Write);
         stream.read(&mut [0; 1]).map_or(0, |n| n)
     };
     assert_eq!([note(6, 1, 0), note(5, 2, 0), note(5, 0, 0), note(5, 1, 1)], [0; 4]);
     note(5, 1, 0);
     assert_eq!(at_a.recv_timeout(LONG), Ok(Heard::Note(Rank(1), b"hi".to_vec())));
     assert!(at_a.try_recv().is_err());
+}
+
+/// Connect as often as told, keeping the last `kept` connections, and say nothing on any of them.
+fn crowd(address: SocketAddr, connections: usize, kept: usize) -> VecDeque<TcpStream> {
+    let mut open = VecDeque::new();
+    for _ in 0..connections {
+        open.push_back(TcpStream::connect(address).expect("it listens"));
+        if open.len() > kept {
+            open.pop_front();
+        }
+    }
+    open
+}
+
+#[test]
+fn idle_strangers_take_no_place_of_a_rank() {
+    let (mut listeners, addresses) = listeners(2);
+    let (_a, at_a) = start(0, listeners.remove(0), &addresses);
+    let strangers = crowd(addresses[0], 3 * STRANGERS_MAX, 3 * STRANGERS_MAX);
+    let (b, at_b) = start(1, listeners.remove(0), &addresses);
+    b.sender().watch([Rank(0)]);
+    b.sender().send(Rank(0), b"and you?".to_vec());
+    assert_eq!(at_a.recv_timeout(LONG), Ok(Heard::Note(Rank(1), b"and you?".to_vec())));
+    assert_eq!(at_b.recv_timeout(LONG), Ok(Heard::Note(Rank(0), b"fine".to_vec())));
+    drop(strangers);
+}
+
+#[test]
+fn flood_of_connections_loses_no_note_and_no_rank() {
+    let (listeners, addresses) = listeners(2);
+    let mut ends: Vec<_> = (0..).zip(listeners).map(|(rank, listener)| start(rank, listener, &addresses)).collect();
+    let ((b, _at_b), (a, at_a)) = (ends.pop().expect("two"), ends.pop().expect("two"));
+    std::thread::scope(|scope| {
+        let flood = scope.spawn(|| crowd(addresses[1], 20_000, 10).len());
+        a.sender().watch([Rank(1)]);
+        while !flood.is_finished() {
+            a.sender().send(Rank(1), b"and you?".to_vec());
+            assert_eq!(at_a.recv_timeout(LONG), Ok(Heard::Note(Rank(1), b"fine".to_vec())));
+        }
+        assert_eq!(flood.join().expect("no panic"), 10);
+    });
+    drop(b);
+}
+
+/// The time that a greeting has is for all of it, not for each byte.
+#[test]
+fn greeting_byte_by_byte_is_hung_up_on() {
+    let (mut listeners, addresses) = listeners(2);
+    let (_a, _at_a) = start(0, listeners.remove(0), &addresses);
+    let mut stream = TcpStream::connect(addresses[0]).expect("it listens");
+    let pause = HELLO_LIMIT * 2 / HELLO_BYTES as u32;
+    stream.set_read_timeout(Some(pause)).expect("a pause");
+    let hello = hello(JobToken(5), Rank(1), Rank(0));
+    let hung_up = hello.iter().position(|byte| {
+        // It fails once the other end is gone, and so does what follows.
+        let _ = stream.write(&[*byte]);
+        !matches!(stream.read(&mut [0]), Err(error) if error.kind() == ErrorKind::WouldBlock)
+    });
+    assert!(hung_up.is_some_and(|at| at < HELLO_BYTES - 1), "{hung_up:?}");
+}
+
+/// What listens in place of a rank hangs up a few times, as one does that is crowded with strangers.
+#[test]
+fn note_waits_for_the_connection_that_is_accepted() {
+    let (mut listeners, addresses) = listeners(2);
+    let listener = listeners.pop().expect("two");
+    let (a, at_a) = start(0, listeners.remove(0), &addresses);
+    a.sender().watch([Rank(1)]);
+    a.sender().send(Rank(1), b"hi".to_vec());
+    for _ in 0..5 {
+        drop(listener.accept().expect("it dials again"));
+    }
+    let (b, at_b) = start(1, listener, &addresses);
+    assert_eq!(at_b.recv_timeout(LONG), Ok(Heard::Note(Rank(0), b"hi".to_vec())));
+    assert!(at_a.try_recv().is_err());
+    drop(b);
 }

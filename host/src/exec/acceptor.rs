@@ -1,0 +1,169 @@
+//! A listener that neither spins nor fails when the process has no descriptor left.
+//!
+//! A connection that can't be accepted keeps the listener readable. So one descriptor is held in reserve. When there is no
+//! other, the listener rests first, so that what waits has time to say who it is; then each connection is accepted with
+//! the reserve, and whoever calls looks at it and either keeps it or closes it for the next one.
+
+use rustix::event::{EventfdFlags, eventfd};
+use std::io::{self, ErrorKind};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+/// A listening socket, and the descriptor in reserve.
+#[derive(Debug)]
+pub(super) struct Acceptor {
+    listener: TcpListener,
+    reserve: Option<OwnedFd>,
+    /// Nothing is accepted before.
+    resume_at: Option<Instant>,
+    /// How many connections may still be accepted with the reserve before the next rest.
+    on_reserve: u32,
+}
+
+/// An accepted connection, which does not block.
+#[derive(Debug)]
+pub(super) struct Accepted {
+    pub(super) stream: TcpStream,
+    /// It took the last descriptor: the caller closes this one or another.
+    pub(super) is_last: bool,
+}
+
+impl Acceptor {
+    /// Take over a socket that listens.
+    pub(super) fn new(listener: TcpListener) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
+        // Where the system refuses, the queue is as long as it was.
+        let _ = rustix::net::listen(&listener, BACKLOG);
+        Ok(Self { listener, reserve: reserve(), resume_at: None, on_reserve: 0 })
+    }
+
+    /// Return the socket.
+    pub(super) const fn listener(&self) -> &TcpListener {
+        &self.listener
+    }
+
+    /// Return when to try again; `None`: whenever the socket is readable.
+    pub(super) fn resume_at(&self, now: Instant) -> Option<Instant> {
+        self.resume_at.filter(|at| *at > now)
+    }
+
+    /// Accept the next connection, if one waits and may be accepted now.
+    pub(super) fn accept(&mut self, now: Instant) -> Option<Accepted> {
+        if self.resume_at(now).is_some() {
+            return None;
+        }
+        self.resume_at = None;
+        self.reserve = self.reserve.take().or_else(reserve);
+        match self.next() {
+            Ok(stream) => return stream.map(|stream| Accepted { stream, is_last: false }),
+            Err(error) if self.on_reserve == 0 => {
+                tracing::warn!(%error, "accepting connections rests");
+                self.on_reserve = ON_RESERVE_MAX;
+            }
+            Err(_) => {
+                self.on_reserve -= 1;
+                let had_reserve = self.reserve.take().is_some();
+                if let (true, Ok(stream)) = (had_reserve, self.next()) {
+                    return stream.map(|stream| Accepted { stream, is_last: true });
+                }
+            }
+        }
+        self.resume_at = Some(now + REST);
+        None
+    }
+
+    /// Accept one connection; `Ok(None)` if none waits.
+    fn next(&self) -> io::Result<Option<TcpStream>> {
+        loop {
+            match self.listener.accept() {
+                Ok((stream, _)) if stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).is_ok() => {
+                    return Ok(Some(stream));
+                }
+                // It was reset already.
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(None),
+                Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+/// Begin to connect to a rank; `None` if that may go better in a moment.
+///
+/// # Errors
+/// What the system says; that nobody listens there is [`ErrorKind::ConnectionRefused`].
+pub(super) fn dial(address: SocketAddr) -> io::Result<Option<TcpStream>> {
+    use rustix::io::Errno;
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let socket = socket_with(family, SocketType::STREAM, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC, None)?;
+    let stream = TcpStream::from(socket);
+    stream.set_nodelay(true)?;
+    match connect(&stream, &address) {
+        Ok(()) | Err(Errno::INPROGRESS) => Ok(Some(stream)),
+        // No port of this host is free, as while others connect to the same address without end.
+        Err(Errno::ADDRNOTAVAIL | Errno::AGAIN) => Ok(None),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// When to dial again: pauses double, up to [`REDIAL_PAUSE_MAX`].
+#[derive(Debug, Default)]
+pub(super) struct Redial {
+    failures: u32,
+    at: Option<Instant>,
+}
+
+impl Redial {
+    /// Note that a connection came to nothing.
+    pub(super) fn fail(&mut self, now: Instant) {
+        let pause = REDIAL_PAUSE.saturating_mul(1 << self.failures.min(16)).min(REDIAL_PAUSE_MAX);
+        self.failures = self.failures.saturating_add(1);
+        self.at = Some(now + pause);
+    }
+
+    /// Return when to dial again, if a connection came to nothing.
+    pub(super) const fn at(&self) -> Option<Instant> {
+        self.at
+    }
+
+    /// Tell whether the pause lasts.
+    pub(super) fn is_pausing(&self, now: Instant) -> bool {
+        self.at.is_some_and(|at| at > now)
+    }
+}
+
+fn reserve() -> Option<OwnedFd> {
+    eventfd(0, EventfdFlags::CLOEXEC).ok()
+}
+
+/// Connections that may wait to be accepted, as far as the system allows: between calls nobody accepts them.
+const BACKLOG: i32 = 4096;
+/// How long to rest without a descriptor.
+const REST: Duration = Duration::from_millis(20);
+/// Connections accepted with the reserve between two rests.
+const ON_RESERVE_MAX: u32 = 64;
+/// The first pause before dialling again.
+const REDIAL_PAUSE: Duration = Duration::from_millis(1);
+/// The longest.
+pub(super) const REDIAL_PAUSE_MAX: Duration = Duration::from_millis(200);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn redial_pauses_double_up_to_their_limit() {
+        let now = Instant::now();
+        let mut redial = Redial::default();
+        assert!(!redial.is_pausing(now) && redial.at().is_none());
+        let pauses = [1, 2, 4, 8, 16, 32, 64, 128, 200, 200].map(Duration::from_millis);
+        for pause in pauses {
+            redial.fail(now);
+            assert_eq!(redial.at(), Some(now + pause));
+            assert!(redial.is_pausing(now) && !redial.is_pausing(now + pause));
+        }
+    }
+}
