@@ -12,6 +12,7 @@ use sumac::controller::proto::{ClientReply, ClientRequest, JoinRequest, Resumpti
 use sumac::{Attach, Order};
 use sumac_hal::ctrl::{FrameReader, StreamError, send};
 use sumac_hal::ids::Rank;
+use sumac_hal::shm::DeviceUsers;
 
 const BY_PACKETS: Way = Way { attach: Attach::Udp, schedules: true };
 const BY_REFERENCE: Way = Way { attach: Attach::Shm, schedules: true };
@@ -29,6 +30,7 @@ pub(crate) fn request(job: &str, (rank, world): (u32, u32), tenant: &str) -> Joi
         max_packet_len_bytes: 65_000,
         attach: Attach::Udp,
         machine: None,
+        device_users: DeviceUsers::own(),
         terms: Terms { tenant: tenant.into(), ..Terms::default() },
     }
 }
