@@ -158,16 +158,17 @@ impl<const N: usize> RegionTable<N> {
         if owned >= self.per_owner_max {
             return Err(RegisterError::Share { owner, max: self.per_owner_max });
         }
-        // The sums fit: each was checked against a limit when the last region came to it.
-        let held = |is_counted: &dyn Fn(&Entry) -> bool| -> u64 {
-            self.entries.iter().filter(|entry| is_counted(entry)).map(|entry| entry.len_bytes).sum()
+        // A table without limits refuses no length: whoever maps the memory does.
+        let held = |is_counted: &dyn Fn(&Entry) -> bool| {
+            let counted = self.entries.iter().filter(|entry| is_counted(entry));
+            counted.fold(0, |held: u64, entry| held.saturating_add(entry.len_bytes))
         };
         let (held_bytes, max_bytes) = (held(&|entry| entry.owner() == Some(owner)), self.per_owner_max_bytes);
-        if held_bytes.checked_add(len_bytes).is_none_or(|bytes| bytes > max_bytes) {
+        if held_bytes.saturating_add(len_bytes) > max_bytes {
             return Err(RegisterError::ShareBytes { owner, len_bytes, held_bytes, max_bytes });
         }
         let (held_bytes, max_bytes) = (held(&|entry| entry.owner().is_some()), self.max_bytes);
-        if held_bytes.checked_add(len_bytes).is_none_or(|bytes| bytes > max_bytes) {
+        if held_bytes.saturating_add(len_bytes) > max_bytes {
             return Err(RegisterError::FullBytes { len_bytes, held_bytes, max_bytes });
         }
         let usable = |entry: &Entry| entry.state == State::Free && entry.generation < u32::MAX;

@@ -116,6 +116,12 @@ impl Attached {
                     return Err(AttachError::Redo { slots, slot_len_bytes, needs });
                 }
                 let memory = ReadOnly::open(file, REDO_MAX_BYTES)?;
+                // A record that can't be read would pass for one that is not there, and inputs for intact.
+                let len_bytes = u64::from(slot_len_bytes) * u64::from(slots);
+                let last = offset_bytes.checked_add(len_bytes - 1);
+                if !last.is_some_and(|last| memory.read(last, &mut [0])) {
+                    return Err(AttachError::RedoMemory { slots, slot_len_bytes, offset_bytes });
+                }
                 let chunk_len_bytes = seating.chunk_len_bytes.into();
                 Redo {
                     memory,

@@ -121,6 +121,18 @@ pub enum AttachError {
         /// How long one has to be.
         needs: u32,
     },
+    /// Its redo slots are not where it says.
+    #[error(
+        "{slots} redo slots of {slot_len_bytes} bytes from {offset_bytes} on reach beyond the memory that it gave for them"
+    )]
+    RedoMemory {
+        /// How many.
+        slots: u32,
+        /// How long each is.
+        slot_len_bytes: u32,
+        /// Where they begin.
+        offset_bytes: u64,
+    },
     /// A device on another host can't be reached by RDMA.
     #[error("by RDMA: {0}")]
     Remote(String),

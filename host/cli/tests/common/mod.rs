@@ -7,6 +7,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 
@@ -41,15 +42,35 @@ pub(crate) fn serve(args: &[&str]) -> Server {
 
 /// Start a command that reads `stdin` to its end and then serves, or does what it was told there.
 pub(crate) fn serve_with(args: &[&str], stdin: &str) -> Server {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_sumac"));
+    serve_from(command(), args, stdin).expect("started")
+}
+
+/// Start a command that serves, as another user; `None`, and it is said loudly, where this process can't do that.
+pub(crate) fn serve_as(uid: u32, args: &[&str]) -> Option<Server> {
+    let mut other = command();
+    other.uid(uid).gid(uid);
+    match serve_from(other, args, "") {
+        Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
+            eprintln!("SKIPPED: can't run the command as user {uid}: it takes root, and a folder that all can enter");
+            None
+        }
+        server => Some(server.expect("started")),
+    }
+}
+
+fn command() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_sumac"))
+}
+
+fn serve_from(mut command: Command, args: &[&str], stdin: &str) -> std::io::Result<Server> {
     // The kernel ends it with the test's thread, should the test not come to drop it.
     command.args(args).env("SUMAC_SUPERVISOR", std::process::id().to_string());
-    let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("started");
+    let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
     let mut to = process.stdin.take().expect("piped");
     let stdout = BufReader::new(process.stdout.take().expect("piped"));
     let server = Server { process, stdout };
     to.write_all(stdin.as_bytes()).expect("read by the command");
-    server
+    Ok(server)
 }
 
 impl Server {

@@ -43,6 +43,8 @@ pub(super) enum Behaviour {
     Has(Features),
     /// Has an engine that asks for this alignment.
     Aligns(u32),
+    /// Says that its redo slots lie so many bytes behind where they are.
+    Misplaces(u64),
     /// Registers no memory but the first region.
     Full,
     /// Registers memory beyond so many regions under the last one's key.
@@ -166,6 +168,7 @@ fn welcome(listener: &Listener, redo: &Region, behaviour: Behaviour) -> Option<S
     }
     let file = redo.read_only_file().expect("a descriptor");
     let (offset_bytes, slot_len_bytes, slots) = (REDO_OFFSET as u64, SLOT as u32, SLOTS as u32);
+    let offset_bytes = offset_bytes + if let Behaviour::Misplaces(by) = behaviour { by } else { 0 };
     connection.send(&Message::Redo { offset_bytes, slot_len_bytes, slots }, Some(file.as_fd())).ok()?;
     let queues = [0, 1].map(|index| {
         let queue = function.queue(index).expect("a queue");

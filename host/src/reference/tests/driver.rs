@@ -201,6 +201,10 @@ fn who_can_not_attach_is_told_why() {
     let error = attach_to(Behaviour::Aligns(8192));
     let is_alignment = matches!(&error, AttachError::Function(why) if why.to_string().contains("multiples of 8192"));
     assert!(is_alignment, "{error}");
+    // What can't be read would pass for unpublished, and inputs for intact.
+    for by in [1, u64::MAX / 2] {
+        assert!(matches!(attach_to(Behaviour::Misplaces(by)), AttachError::RedoMemory { .. }));
+    }
     let has = Features::BY_REFERENCE | Features::REDO;
     let error = attach_to(Behaviour::Has(has));
     assert!(matches!(error, AttachError::Features { has: found, .. } if found == has), "{error}");

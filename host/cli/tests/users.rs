@@ -1,0 +1,55 @@
+//! Ranks and a device of different users: whom ranks let at their memory, and what becomes of those that do not.
+
+mod common;
+
+use common::{Server, exit_status, serve, serve_as, stderr, stdout, sumac};
+use std::net::SocketAddr;
+use std::thread;
+use sumac::{Attach, Communicator, JoinConfig, Path, ReduceOp};
+
+/// A user who owns nothing.
+const OTHER_USER: u32 = 65_534;
+
+fn cluster() -> Option<(Server, Server, SocketAddr)> {
+    let mut controller = serve(&["controller", "--listen", "127.0.0.1:0", "--prefer-tree"]);
+    let line = controller.line();
+    let address = line.strip_prefix("listening ").unwrap_or_else(|| panic!("listening: {line}")).to_owned();
+    let mut device = serve_as(OTHER_USER, &["device", "--name", "leaf0", "--controller", &address])?;
+    assert_eq!(device.line(), "ready leaf0");
+    Some((controller, device, address.parse().expect("an address")))
+}
+
+/// Add at two ranks that reach the device in this way, and return the path, why it is not the tree, and how many ranks
+/// contribute by reference in the tree.
+fn add(controller: SocketAddr, attach: Attach) -> (Path, Option<String>, Option<u64>) {
+    let rank = |rank| {
+        let config = JoinConfig { attach, ..JoinConfig::new(controller, attach.name(), rank, 2) };
+        let comm = Communicator::join(config).expect("joined");
+        let mut values = [u64::from(rank) + 1; 100];
+        let outcome = comm.all_reduce(&mut values, ReduceOp::Sum).expect("a sum");
+        assert_eq!(values, [3; 100]);
+        (comm, outcome)
+    };
+    thread::scope(|scope| {
+        let ranks = [0, 1].map(|number| scope.spawn(move || rank(number)));
+        let [(_first, outcome), _second] = ranks.map(|rank| rank.join().expect("no panic"));
+        let output = sumac(&["status", "--json", "--controller", &controller.to_string()]);
+        assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
+        let report: serde_json::Value = serde_json::from_str(&stdout(&output)).expect("JSON");
+        let jobs = report["jobs"].as_array().expect("a list");
+        let job = jobs.iter().find(|job| job["name"] == attach.name()).expect("it is there while its ranks are");
+        let by_reference = job["tree"]["Ok"]["by_reference"].as_u64();
+        (outcome.path, outcome.fallback, by_reference)
+    })
+}
+
+/// The device would map all of the ranks' memory, and theirs is root's, where CI runs the test.
+#[test]
+fn ranks_send_packets_to_a_device_of_another_user_and_refuse_to_share_memory_with_it() {
+    let Some((_controller, _device, controller)) = cluster() else { return };
+    assert_eq!(add(controller, Attach::Auto), (Path::Tree, None, Some(0)));
+    let (path, fallback, by_reference) = add(controller, Attach::Shm);
+    let why = fallback.expect("a reason");
+    assert!(path != Path::Tree && by_reference.is_none());
+    assert!(why.contains("shared memory") && why.contains("user 65534") && why.contains("SUMAC_DEVICE_USER"), "{why}");
+}
