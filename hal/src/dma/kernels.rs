@@ -1,9 +1,8 @@
 //! The arithmetic of one step, over memory that others read and write at the same time.
 //!
 //! Kernels work on slices, and of shared memory there are none ([`shared`](super::shared)): elements are copied, block by
-//! block, into a [`Workspace`] of this side's own that stays in the L1 cache, combined there, and copied back. What goes on
-//! being used is kept there: accumulators while one contribution after the other comes, and a result while one rank
-//! after the other gets it.
+//! block, into a [`Workspace`] of this side's own that stays in its caches, combined there, and copied back. What goes on
+//! being used is kept there: accumulators, while one contribution after the other comes.
 //!
 //! All of it is `reduce`'s kernels. What is added here are accumulators in a narrow type itself, as inline-reducing
 //! hardware has them: widen both operands, combine, round. One rounding of an exact widening is what such hardware
@@ -80,15 +79,22 @@ pub(crate) struct Elements {
     pub(crate) len_bytes: usize,
 }
 
-/// A block of this side's own.
+/// Bytes of this side's own, aligned for any vector.
 #[derive(Debug, Clone)]
 #[repr(align(64))]
-struct Block([u8; WORKSPACE_BLOCK_LEN_BYTES]);
+struct Block<const LEN_BYTES: usize>([u8; LEN_BYTES]);
 
-/// Bytes of the elements that a workspace takes at a time, on each side of a step: two of them, and what a kernel needs besides,
-/// stay in any L1 cache; boards without an operating system have less memory. Tests have many blocks of few bytes.
-pub(crate) const WORKSPACE_BLOCK_LEN_BYTES: usize = match (cfg!(test), cfg!(feature = "std")) {
+/// Bytes that a workspace keeps: with as much of a source beside it, they stay in any L1 cache. Boards without an operating
+/// system have less memory. Tests have many tiles of few bytes.
+pub(crate) const KEPT_LEN_BYTES: usize = match (cfg!(test), cfg!(feature = "std")) {
     (true, _) => 64,
+    (false, true) => 8 << 10,
+    (false, false) => 1 << 10,
+};
+
+/// Bytes of a source that are here at a time.
+const COMING_LEN_BYTES: usize = match (cfg!(test), cfg!(feature = "std")) {
+    (true, _) => 32,
     (false, true) => 8 << 10,
     (false, false) => 1 << 10,
 };
@@ -98,71 +104,90 @@ pub(crate) const WORKSPACE_BLOCK_LEN_BYTES: usize = match (cfg!(test), cfg!(feat
 /// Invariant: but for the bytes of `held`, where `is_dirty`, shared memory is what the steps so far make of it.
 #[derive(Debug, Clone)]
 pub(crate) struct Workspace {
-    kept: Block,
-    coming: Block,
+    kept: Block<KEPT_LEN_BYTES>,
+    coming: Block<COMING_LEN_BYTES>,
     held: Option<Elements>,
     is_dirty: bool,
 }
 
 impl Workspace {
     pub(crate) const fn new() -> Self {
-        Self {
-            kept: Block([0; WORKSPACE_BLOCK_LEN_BYTES]),
-            coming: Block([0; WORKSPACE_BLOCK_LEN_BYTES]),
-            held: None,
-            is_dirty: false,
-        }
+        Self { kept: Block([0; KEPT_LEN_BYTES]), coming: Block([0; COMING_LEN_BYTES]), held: None, is_dirty: false }
     }
 
-    /// Do a step to equally many elements at two places, which together fit a block each, but for copies of any length.
-    /// `keeps_source` says that the next step copies from here as well.
+    /// Do a step to `count` elements at two places, of which each is at most [`KEPT_LEN_BYTES`] long, but for copies.
+    /// `is_kept` says that the next step uses what this one writes.
     ///
     /// # Safety
     /// This process can read and write both places, whatever its peers do, until [`Workspace::flush`] returns. They are
     /// disjoint, or, to finish, one. Among the places since the last flush, those that are written are disjoint from all
     /// others that are not the same.
-    pub(crate) unsafe fn step(&mut self, action: Action, dst: Elements, src: Elements, keeps_source: bool) {
-        // SAFETY, for all calls below: as the caller has promised; what is copied here is at most a block.
+    pub(crate) unsafe fn step(&mut self, action: Action, count: usize, dst: Elements, src: Elements, is_kept: bool) {
         if let Action::Copy = action {
-            let is_kept = self.held == Some(src);
-            if is_kept || keeps_source && src.len_bytes <= WORKSPACE_BLOCK_LEN_BYTES && self.held != Some(dst) {
-                // SAFETY: see above.
-                unsafe {
-                    self.hold(src, true);
-                    copy_in(dst.base, &self.kept.0[..src.len_bytes]);
-                }
-                return;
-            }
-            // What is held of the destination is overwritten, and what is held of others stays.
-            if self.held == Some(dst) {
-                (self.held, self.is_dirty) = (None, false);
-            }
-            // SAFETY: see above.
-            unsafe { transfer(dst.base, src.base, dst.len_bytes) };
+            // SAFETY: the caller's promise.
+            unsafe { self.copy(dst, src, is_kept) };
             return;
         }
-        let coming = if let Action::Finish(..) = action {
-            0
-        } else {
-            if self.held == Some(src) {
-                // SAFETY: see above.
-                unsafe { self.flush() };
+        let goes_elsewhere = self.held == Some(src) && self.held != Some(dst);
+        if !goes_elsewhere {
+            // SAFETY: the caller's promise.
+            unsafe { self.hold(dst, !action.overwrites()) };
+            self.is_dirty = true;
+        }
+        if let Action::Finish(..) = action {
+            action.apply(&mut self.kept.0[..dst.len_bytes], &[]);
+            return;
+        }
+        let (dst_bytes, src_bytes) = (dst.len_bytes / count, src.len_bytes / count);
+        let block = COMING_LEN_BYTES / dst_bytes.max(src_bytes);
+        for from in (0..count).step_by(block) {
+            let elements = block.min(count - from);
+            let (to, of) = (from * dst_bytes, from * src_bytes);
+            let (to_len, of_len) = (elements * dst_bytes, elements * src_bytes);
+            // SAFETY: the caller's promise: these are parts of both places, and they are disjoint. What is held and dirty is
+            // not at the one that is read.
+            unsafe {
+                if goes_elsewhere {
+                    let (kept, coming) = (&self.kept.0[of..][..of_len], &mut self.coming.0[..to_len]);
+                    if !action.overwrites() {
+                        copy_out(coming, dst.base.add(to));
+                    }
+                    action.apply(coming, kept);
+                    copy_in(dst.base.add(to), coming);
+                } else {
+                    let (kept, coming) = (&mut self.kept.0[to..][..to_len], &mut self.coming.0[..of_len]);
+                    copy_out(coming, src.base.add(of));
+                    action.apply(kept, coming);
+                }
             }
-            let coming = &mut self.coming.0[..src.len_bytes];
-            // SAFETY: see above.
-            unsafe { copy_out(coming, src.base) };
-            src.len_bytes
-        };
-        // SAFETY: see above.
-        unsafe { self.hold(dst, !action.overwrites()) };
-        action.apply(&mut self.kept.0[..dst.len_bytes], &self.coming.0[..coming]);
-        self.is_dirty = true;
+        }
+    }
+
+    /// # Safety
+    /// As [`Workspace::step`].
+    unsafe fn copy(&mut self, dst: Elements, src: Elements, is_kept: bool) {
+        // SAFETY, for all of it: the caller's promise. Copies have one length on both sides.
+        unsafe {
+            if self.held == Some(src) {
+                copy_in(dst.base, &self.kept.0[..src.len_bytes]);
+            } else if is_kept && src.len_bytes <= KEPT_LEN_BYTES {
+                self.hold(dst, false);
+                copy_out(&mut self.kept.0[..src.len_bytes], src.base);
+                self.is_dirty = true;
+            } else {
+                // What is held of the destination is overwritten.
+                if self.held == Some(dst) {
+                    (self.held, self.is_dirty) = (None, false);
+                }
+                transfer(dst.base, src.base, dst.len_bytes);
+            }
+        }
     }
 
     /// Hold what is at a place, or what is going to be.
     ///
     /// # Safety
-    /// As [`Workspace::step`], and it fits a block.
+    /// As [`Workspace::step`], and it fits.
     unsafe fn hold(&mut self, place: Elements, reads: bool) {
         if self.held == Some(place) {
             return;

@@ -8,7 +8,7 @@
 //! - a step touches bytes of mapped regions only, each checked against its region just before;
 //! - there is a place for the completion of every chain that is taken.
 
-use super::kernels::{Action, Elements, WORKSPACE_BLOCK_LEN_BYTES, Workspace};
+use super::kernels::{Action, Elements, KEPT_LEN_BYTES, Workspace};
 use super::{
     Address, Capabilities, Chain, Completion, Engine, LocalMemory, Profile, RegionKey, Scope, Span, Status, Step,
     SubmitError,
@@ -131,7 +131,7 @@ impl<'m, const REGIONS: usize, const COMPLETIONS: usize> Processor<'m, REGIONS, 
         };
         // `check` has seen to it that there is at least one.
         let (dst_bytes, src_bytes) = (dst.len_bytes / count, src.len_bytes / count);
-        let block = WORKSPACE_BLOCK_LEN_BYTES / dst_bytes.max(src_bytes);
+        let block = KEPT_LEN_BYTES / dst_bytes.max(src_bytes);
         for from in (0..count).step_by(block) {
             let elements = block.min(count - from);
             let cut = |of: Elements, bytes: usize| Elements {
@@ -143,7 +143,7 @@ impl<'m, const REGIONS: usize, const COMPLETIONS: usize> Processor<'m, REGIONS, 
             // whenever it likes, spoils the numbers and nothing else: they are copied before they are used, and none is an
             // index or a length.
             unsafe {
-                self.workspace.step(action, cut(dst, dst_bytes), cut(src, src_bytes), false);
+                self.workspace.step(action, elements, cut(dst, dst_bytes), cut(src, src_bytes), false);
                 self.workspace.flush();
             }
         }

@@ -30,7 +30,7 @@ pub(crate) unsafe fn transfer(to: *mut u8, from: *const u8, len_bytes: usize) {
 /// As many bytes from `from` on can be read by this process, whatever its peers do.
 pub(crate) unsafe fn copy_out(to: &mut [u8], from: *const u8) {
     // SAFETY: `to` is borrowed for writing, so it can't overlap what has no reference; the rest the caller promises.
-    unsafe { transfer(to.as_mut_ptr(), from, to.len()) }
+    unsafe { imp::read(to.as_mut_ptr(), from, to.len()) }
 }
 
 /// Copy bytes into memory that others may read and write at the same time.
@@ -63,13 +63,19 @@ mod imp {
     #[cfg(feature = "std")]
     const VECTORS_FROM_LEN_BYTES: usize = 256;
 
-    pub(super) unsafe fn transfer(to: *mut u8, from: *const u8, len_bytes: usize) {
+    pub(super) unsafe fn read(to: *mut u8, from: *const u8, len_bytes: usize) {
         #[cfg(feature = "std")]
         if len_bytes >= VECTORS_FROM_LEN_BYTES && std::arch::is_x86_feature_detected!("avx") {
             // SAFETY: the caller's promise, and the processor has the instructions.
             unsafe { by_vectors(to, from, len_bytes) };
             return;
         }
+        // SAFETY: the caller's promise.
+        unsafe { by_string(to, from, len_bytes) };
+    }
+
+    /// By strings: what is written is not read before.
+    pub(super) unsafe fn transfer(to: *mut u8, from: *const u8, len_bytes: usize) {
         // SAFETY: the caller's promise.
         unsafe { by_string(to, from, len_bytes) };
     }
@@ -106,6 +112,8 @@ mod imp {
                     "vmovdqu {b}, [{from} + {at} + 32]",
                     "vmovdqu {c}, [{from} + {at} + 64]",
                     "vmovdqu {d}, [{from} + {at} + 96]",
+                    "prefetcht1 [{from} + {at} + 8192]",
+                    "prefetcht1 [{from} + {at} + 8256]",
                     "vmovdqu [{to} + {at}], {a}",
                     "vmovdqu [{to} + {at} + 32], {b}",
                     "vmovdqu [{to} + {at} + 64], {c}",
@@ -133,6 +141,8 @@ mod imp {
 #[cfg(all(target_arch = "aarch64", not(miri)))]
 mod imp {
     use core::arch::asm;
+
+    pub(super) use transfer as read;
 
     pub(super) unsafe fn transfer(to: *mut u8, from: *const u8, len_bytes: usize) {
         let whole = len_bytes & !31;
@@ -183,6 +193,7 @@ mod imp {
 #[cfg(any(miri, not(any(target_arch = "x86_64", target_arch = "aarch64"))))]
 mod imp {
     pub(super) use super::transfer_by_atomics as transfer;
+    pub(super) use super::transfer_by_atomics as read;
 }
 
 #[cfg(test)]

@@ -13,9 +13,13 @@
 //! source and destination are disjoint, except where results take the place of accumulators.
 
 use super::map::{Map, Pin};
-use crate::dma::kernels::{Action, Elements, WORKSPACE_BLOCK_LEN_BYTES, Workspace};
+use crate::dma::kernels::{Action, Elements, KEPT_LEN_BYTES, Workspace};
 use crate::dma::{Address, Backing, Capabilities, RegionKey, Status, Step};
 use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+/// Bytes of each copy that a tile covers, where there are only copies: a part of any L2 cache, and long enough that the cost
+/// of a tile does not show and that prefetchers get going. Tests have many tiles of few bytes.
+const COPY_TILE_LEN_BYTES: usize = if cfg!(test) { 96 } else { 64 << 10 };
 
 /// A step whose addresses have been found good.
 struct Resolved {
@@ -244,7 +248,10 @@ unsafe fn run_group(workspace: &mut Workspace, steps: &[Resolved], tiled: bool, 
             widest = widest.max(step.dst.size_bytes).max(src.size_bytes);
         }
     }
-    let tile = (WORKSPACE_BLOCK_LEN_BYTES / widest).max(1);
+    // Copies alone combine nothing: what they copy stays in the L2 cache from the first to the last.
+    let is_copy = |step: &Resolved| matches!(step.work, Work::Elements { action: Action::Copy, .. });
+    let tile_len_bytes = if steps.iter().all(is_copy) { COPY_TILE_LEN_BYTES } else { KEPT_LEN_BYTES };
+    let tile = (tile_len_bytes / widest).max(1);
     // Alone, a step goes by tiles as well: it is element by element.
     for from in (0..*count).step_by(tile) {
         if from > 0 && aborted() {
@@ -254,15 +261,16 @@ unsafe fn run_group(workspace: &mut Workspace, steps: &[Resolved], tiled: bool, 
         let cut = |span: &Span| span.cut(from, elements);
         for (index, step) in steps.iter().enumerate() {
             let Work::Elements { action, src, .. } = &step.work else { continue };
-            let next = steps.get(index + 1).map(|next| &next.work);
-            let keeps_source = matches!(next, Some(Work::Elements { action: Action::Copy, src: next, .. })
-                if next.is_same(src));
+            let is_kept = steps.get(index + 1).is_some_and(|next| {
+                let reads = matches!(&next.work, Work::Elements { src, .. } if src.is_same(&step.dst));
+                reads || next.dst.is_same(&step.dst)
+            });
             // SAFETY: both lie within spans that were checked against pinned memory, which is valid for reads and writes
             // of any thread whatever anybody else does (`DmaMemory`). What a step writes is disjoint from what others
             // touch unless that is the same (`note`, `resolve`). Peers can write there at the same time, whenever they like:
             // nothing here is a reference to it, each byte is copied once before it is used, and no value read is an index
             // or a length, so it is their own numbers that they spoil.
-            unsafe { workspace.step(*action, cut(&step.dst), cut(src), keeps_source) };
+            unsafe { workspace.step(*action, elements, cut(&step.dst), cut(src), is_kept) };
         }
         // SAFETY: as above.
         unsafe { workspace.flush() };

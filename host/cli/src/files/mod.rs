@@ -22,6 +22,7 @@ pub(crate) use output::{Output, OutputHead};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
+use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use sumac_hal::op::Dtype;
@@ -122,9 +123,17 @@ impl ArrayFile {
         let io_error = |source| FileError::Io { path: path.into(), source };
         let mut file = File::open(path).map_err(io_error)?;
         let len_bytes = file.metadata().map_err(io_error)?.len();
+        Self::inspect_from(&mut file, len_bytes, path)
+    }
+
+    /// Look at what `file` gives, which is `len_bytes` long; `path` names it in messages, and says what it is.
+    ///
+    /// # Errors
+    /// As [`ArrayFile::inspect`].
+    pub(crate) fn inspect_from(file: &mut impl Read, len_bytes: u64, path: &Path) -> Result<Self, FileError> {
         match Format::of(path) {
-            Format::Npy => npy::inspect(&mut file, len_bytes, path),
-            Format::Safetensors => safetensors::inspect(&mut file, len_bytes, path),
+            Format::Npy => npy::inspect(file, len_bytes, path),
+            Format::Safetensors => safetensors::inspect(file, len_bytes, path),
         }
     }
 

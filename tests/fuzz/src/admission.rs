@@ -1,0 +1,384 @@
+//! A controller between devices and clients that say anything, in any order.
+//!
+//! Input: a byte (even: with a fabric), then steps: a byte of what happens, and what it takes. The controller is the
+//! production one, without its threads and sockets ([`Rehearsed`]).
+
+use crate::Cursor;
+use std::collections::{BTreeMap, VecDeque};
+use std::net::SocketAddr;
+use std::time::Duration;
+use sumac::Order;
+use sumac::controller::ControllerConfig;
+use sumac::controller::proto::{Attach, ClientRequest, JoinRequest, Resumption, Terms};
+use sumac::controller::rehearsal::{Conn, Rehearsed, Sent};
+use sumac::topo::Fabric;
+use sumac_hal::ctrl::{Announce, Bus, DeviceCapabilities, Envelope, Name, Refusal, Request, Response};
+use sumac_hal::ids::{BootId, GroupId, Rank};
+use sumac_hal::port::Addr;
+use sumac_hal::time::Instant;
+
+/// Two leaves and a spine, each with a device.
+const FABRIC: &str = r#"
+    switch = [{ name = "d0", aggregation = true }, { name = "d1", aggregation = true }, { name = "d2", aggregation = true }]
+    host = [{ name = "h0" }, { name = "h1" }, { name = "h2" }, { name = "h3" }]
+    link = [
+        { ends = ["h0", "d0"] }, { ends = ["h1", "d0"] }, { ends = ["h2", "d1"] }, { ends = ["h3", "d1"] },
+        { ends = ["d0", "d2"] }, { ends = ["d1", "d2"] },
+    ]
+"#;
+
+/// Steps that one input may have: enough for several jobs, and few enough for many inputs.
+const STEPS_MAX: usize = 128;
+
+/// Slots of a device of this world, and its other sizes.
+const SLOTS: u32 = 256;
+
+/// Run the target.
+///
+/// # Panics
+/// If something does not hold.
+pub fn run(data: &[u8]) {
+    play(data, &mut |_| {});
+}
+
+fn play(data: &[u8], hear: &mut dyn FnMut(&Sent)) {
+    let mut cursor = Cursor(data);
+    let has_fabric = cursor.byte() % 2 == 0;
+    let config = ControllerConfig {
+        fabric: has_fabric.then(|| Fabric::from_toml(FABRIC).expect("a fabric")),
+        shared_answers: false,
+        lease: Duration::from_secs(3),
+        started_ms: Some(1_000_000),
+        ..ControllerConfig::new()
+    };
+    let mut world = World {
+        controller: Rehearsed::start(config, 1, Instant::ZERO),
+        now: Instant::ZERO,
+        devices: BTreeMap::new(),
+        clients: BTreeMap::new(),
+        dialled: 0,
+        capable: BTreeMap::new(),
+    };
+    for _ in 0..STEPS_MAX {
+        if cursor.is_empty() {
+            break;
+        }
+        world.step(&mut cursor);
+        world.deliver(hear);
+        world.check();
+    }
+    // Everybody hangs up: nothing is held once all leases have run out.
+    for conn in world.clients.keys().chain(world.devices.keys()).copied().collect::<Vec<_>>() {
+        world.controller.gone(conn, world.now);
+    }
+    world.devices.clear();
+    for _ in 0..STEPS_MAX {
+        world.now = world.now.max(world.controller.poll_timeout());
+        world.controller.handle_timeout(world.now);
+        while world.controller.poll_transmit().is_some() {}
+    }
+    assert_eq!(world.controller.report().jobs.len(), 0, "jobs without ranks");
+    assert!(world.controller.is_settled(), "somebody is asked who has hung up");
+    assert!(world.controller.booked().is_empty(), "booked for nobody");
+}
+
+struct World {
+    controller: Rehearsed,
+    now: Instant,
+    /// What each device was asked and has not answered.
+    devices: BTreeMap<Conn, VecDeque<Envelope<Request>>>,
+    /// Clients that are there.
+    clients: BTreeMap<Conn, ()>,
+    dialled: u64,
+    /// The slots of each device that has dialled, by its name.
+    capable: BTreeMap<String, u64>,
+}
+
+impl World {
+    fn step(&mut self, cursor: &mut Cursor<'_>) {
+        match cursor.byte() % 12 {
+            0 => self.dial_device(cursor, false),
+            1 => self.dial_device(cursor, true),
+            2 => {
+                let conn = self.dial();
+                self.controller.client_dials(conn);
+                self.clients.insert(conn, ());
+            }
+            3 | 4 => {
+                let request = ClientRequest::Join(join(cursor));
+                self.say(cursor, request);
+            }
+            5 => {
+                let devices = (0..cursor.byte() % 4).map(|_| format!("d{}", cursor.byte() % 4)).collect();
+                let request = ClientRequest::JoinOn { request: join(cursor), devices };
+                self.say(cursor, request);
+            }
+            6 => {
+                let resumption = Resumption {
+                    request: join(cursor),
+                    devices: (0..cursor.byte() % 3).map(|_| format!("d{}", cursor.byte() % 4)).collect(),
+                    view: number(cursor),
+                    shrunk: number(cursor),
+                    mesh_token: cursor.u64(),
+                    expression: Vec::new(),
+                };
+                self.say(cursor, ClientRequest::Resume(Box::new(resumption)));
+            }
+            7 => {
+                let len = usize::from(cursor.u16() % 512);
+                let bytes = cursor.take(len);
+                if let Ok((request, _)) = postcard::take_from_bytes::<ClientRequest>(bytes) {
+                    self.say(cursor, request);
+                }
+            }
+            8 => self.answer(cursor),
+            9 => {
+                let all: Vec<Conn> = self.clients.keys().chain(self.devices.keys()).copied().collect();
+                if let Some(conn) = pick(&all, cursor) {
+                    self.clients.remove(&conn);
+                    self.devices.remove(&conn);
+                    self.controller.gone(conn, self.now);
+                }
+            }
+            10 => {
+                self.now = self.now + Duration::from_millis(u64::from(cursor.u16() % 4096));
+                self.controller.handle_timeout(self.now);
+            }
+            _ => {
+                let request = match cursor.byte() % 8 {
+                    0 => ClientRequest::Leave,
+                    1 => ClientRequest::Suspect { view: number(cursor) },
+                    2 => ClientRequest::Replan { view: number(cursor) },
+                    3 => ClientRequest::Survivors,
+                    4 => ClientRequest::Pause { view: number(cursor), at: cursor.u64() },
+                    5 => ClientRequest::Decline { view: number(cursor), device: Some("d0".into()), why: "no".into() },
+                    6 => ClientRequest::Forgo { view: number(cursor) },
+                    _ => ClientRequest::Status,
+                };
+                self.say(cursor, request);
+            }
+        }
+    }
+
+    fn dial(&mut self) -> Conn {
+        self.dialled += 1;
+        Conn(self.dialled)
+    }
+
+    fn dial_device(&mut self, cursor: &mut Cursor<'_>, says_anything: bool) {
+        let conn = self.dial();
+        let announce = if says_anything {
+            let len = usize::from(cursor.u16() % 512);
+            match postcard::take_from_bytes::<Announce>(cursor.take(len)) {
+                Ok((announce, _)) => announce,
+                Err(_) => return,
+            }
+        } else {
+            device(cursor)
+        };
+        let (name, slots) = (announce.name.to_string(), u64::from(announce.capabilities.slots));
+        let shards = announce.data_addrs.len().max(1) as u64;
+        if self.controller.device_dials(conn, announce, self.now) {
+            self.devices.insert(conn, VecDeque::new());
+            let most = self.capable.entry(name).or_default();
+            *most = (*most).max(slots * shards);
+        }
+    }
+
+    fn say(&mut self, cursor: &mut Cursor<'_>, request: ClientRequest) {
+        let clients: Vec<Conn> = self.clients.keys().copied().collect();
+        match (pick(&clients, cursor), request) {
+            (_, ClientRequest::Status) => assert!(self.controller.report().jobs.len() <= self.dialled as usize),
+            (Some(conn), request) => self.controller.client_says(conn, request, self.now),
+            (None, _) => {}
+        }
+    }
+
+    /// A device answers what it was asked first, or says anything.
+    fn answer(&mut self, cursor: &mut Cursor<'_>) {
+        let devices: Vec<Conn> = self.devices.keys().copied().collect();
+        let Some(conn) = pick(&devices, cursor) else { return };
+        let kind = cursor.byte();
+        let asked = self.devices.get_mut(&conn).and_then(VecDeque::pop_front);
+        let id = asked.as_ref().map_or_else(|| cursor.u32(), |asked| asked.id);
+        let message = match (asked.map(|asked| asked.message), kind % 8) {
+            (_, 7) => {
+                let len = usize::from(cursor.u16() % 512);
+                match postcard::take_from_bytes::<Response>(cursor.take(len)) {
+                    Ok((response, _)) => response,
+                    Err(_) => return,
+                }
+            }
+            (_, 6) => Response::Refused(Refusal::NoSlots { need: cursor.u32() }),
+            (Some(Request::RenewGroup(_)), 5) => Response::Refused(Refusal::NoGroup(GroupId(cursor.u32()))),
+            (Some(Request::Hello), _) => Response::Hello(device(cursor)),
+            _ => Response::Done,
+        };
+        self.controller.device_says(conn, Envelope { id, message }, self.now);
+    }
+
+    /// Hand over what the controller sends.
+    fn deliver(&mut self, hear: &mut dyn FnMut(&Sent)) {
+        while let Some((conn, sent)) = self.controller.poll_transmit() {
+            hear(&sent);
+            match sent {
+                Sent::Request(request) => {
+                    if let Some(asked) = self.devices.get_mut(&conn) {
+                        asked.push_back(request);
+                    }
+                }
+                Sent::Reply(_) => {}
+                Sent::HangUp => {
+                    let was_there = self.clients.remove(&conn).is_some() | self.devices.remove(&conn).is_some();
+                    if was_there {
+                        self.controller.gone(conn, self.now);
+                    }
+                }
+            }
+        }
+    }
+
+    /// No device is booked for more than it has ever said that it has.
+    fn check(&self) {
+        let mut booked: BTreeMap<&str, u64> = BTreeMap::new();
+        let all = self.controller.booked();
+        for group in &all {
+            *booked.entry(&group.device).or_default() += group.slots;
+        }
+        for (device, slots) in booked {
+            let most = self.capable.get(device).copied().unwrap_or_default();
+            assert!(slots <= most, "{device} is booked for {slots} of {most} slots");
+        }
+    }
+}
+
+fn pick(all: &[Conn], cursor: &mut Cursor<'_>) -> Option<Conn> {
+    let index = usize::from(cursor.byte());
+    (!all.is_empty()).then(|| all[index % all.len()])
+}
+
+/// A small number mostly, and any number at times.
+fn number(cursor: &mut Cursor<'_>) -> u32 {
+    match cursor.byte() {
+        255 => cursor.u32(),
+        small => u32::from(small % 8),
+    }
+}
+
+fn device(cursor: &mut Cursor<'_>) -> Announce {
+    let name = format!("d{}", cursor.byte() % 4);
+    let bits = cursor.byte();
+    let bus = (bits & 1 != 0).then(|| Bus {
+        machine: Name::try_from("m0").expect("short"),
+        socket: Name::try_from(name.as_str()).expect("short"),
+        redo_memory_bytes: 1 << 22,
+        remote: None,
+    });
+    Announce {
+        name: Name::try_from(name.as_str()).expect("short"),
+        boot_id: BootId(u64::from(bits >> 6)),
+        capabilities: DeviceCapabilities {
+            max_packet_len_bytes: 1500,
+            receive_buffer_bytes: 1 << 20,
+            groups: 8,
+            children: 16,
+            slots: SLOTS,
+            slot_memory_bytes: 1 << 20,
+            dtypes: u32::MAX,
+            ops: u32::MAX,
+            collectives: u32::MAX,
+        },
+        data_addrs: (0..1 + u32::from(bits >> 4 & 1)).map(Addr::Emu).collect(),
+        bus,
+    }
+}
+
+fn join(cursor: &mut Cursor<'_>) -> JoinRequest {
+    let bits = cursor.byte();
+    let host = |cursor: &mut Cursor<'_>| format!("h{}", cursor.byte() % 5);
+    JoinRequest {
+        job: format!("j{}", bits & 3),
+        rank: Rank(number(cursor)),
+        world: number(cursor),
+        host: (bits & 4 != 0).then(|| host(cursor)),
+        order: [Order::Arrival, Order::TreeFold, Order::TreePairwise][usize::from(bits >> 3) % 3],
+        mesh_addr: SocketAddr::from(([127, 0, 0, 1], 1)),
+        repair_addr: SocketAddr::from(([127, 0, 0, 1], 2)),
+        max_packet_len_bytes: if bits & 0x20 != 0 { cursor.u32() } else { 1500 },
+        attach: Attach::ALL[usize::from(cursor.byte()) % Attach::ALL.len()],
+        machine: (bits & 0x40 != 0).then(|| Name::try_from("m0").expect("short")),
+        terms: Terms {
+            tenant: format!("t{}", cursor.byte() % 3),
+            wait_ms: if bits & 0x80 != 0 { cursor.u32() } else { 0 },
+            moves: cursor.byte() & 1 != 0,
+        },
+    }
+}
+
+/// Return what a device says first, as a seed of other targets.
+pub fn announce() -> Announce {
+    device(&mut Cursor(&[0, 1]))
+}
+
+/// Return what a rank asks, as a seed of other targets.
+pub fn joining() -> JoinRequest {
+    join(&mut Cursor(&[0x44, 0, 2, 0]))
+}
+
+/// Steps by which three devices dial, and answer what they are asked.
+const DEVICES: [u8; 9] = [0, 0, 1, 0, 1, 1, 0, 2, 1];
+
+/// A join of rank `rank` of two, by the client of that number.
+fn joins(kind: u8, rank: u8) -> Vec<u8> {
+    vec![2, kind, 0x04, rank, 2, rank, 0, 0, 0, rank]
+}
+
+/// Answers of all devices, three times.
+fn answers() -> Vec<u8> {
+    (0..9).flat_map(|turn| [8, turn % 3, 0]).collect()
+}
+
+/// Return inputs for this target.
+pub fn stories() -> Vec<(String, Vec<u8>)> {
+    let front = |fabric: u8| [&[fabric][..], &DEVICES, &answers()].concat();
+    let tree = [front(0), joins(3, 0), joins(3, 1), answers(), answers()].concat();
+    let flat = [front(1), joins(3, 0), joins(3, 1), answers(), answers()].concat();
+    // Rank 0 suspects the tree, both ask for another.
+    let replan = [&tree[..], &[11, 1, 0, 0], &[11, 2, 0, 0, 11, 2, 0, 1], &answers(), &answers()].concat();
+    let lost = [&tree[..], &[9, 0, 11, 3, 1, 11, 0, 0]].concat();
+    let leases = [&tree[..], &[10, 0xff, 0x0f], &answers(), &[10, 0xff, 0x0f, 10, 0xff, 0x0f]].concat();
+    let on = [&front(0)[..], &[2, 5, 1, 0, 0x04, 0, 1, 0, 0, 0, 0], &answers(), &answers()].concat();
+    let resume = [&front(0)[..], &[2, 6, 0x04, 0, 1, 0, 0, 0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0], &answers()].concat();
+    [
+        ("tree", tree),
+        ("flat", flat),
+        ("replan", replan),
+        ("lost", lost),
+        ("leases", leases),
+        ("on-devices", on),
+        ("resume", resume),
+    ]
+    .map(|(name, bytes)| (name.to_owned(), bytes))
+    .to_vec()
+}
+
+/// Return every message that the controller sends in these, with the number by which the target `control` knows its type.
+pub fn said() -> Vec<(u8, Vec<u8>)> {
+    let mut said: Vec<(u8, Vec<u8>)> = Vec::new();
+    for (_, bytes) in stories() {
+        play(&bytes, &mut |sent| {
+            let message = match sent {
+                Sent::Request(request) => (0, postcard::to_stdvec(request)),
+                Sent::Reply(reply) => (5, postcard::to_stdvec(reply)),
+                Sent::HangUp => return,
+            };
+            let message = (message.0, message.1.expect("memory"));
+            // One of each kind is enough: the tag of a request comes behind its number.
+            let kind = |(of, bytes): &(u8, Vec<u8>)| (*of, bytes[usize::from(*of == 0)]);
+            if !said.iter().any(|other| kind(other) == kind(&message)) {
+                said.push(message);
+            }
+        });
+    }
+    said
+}

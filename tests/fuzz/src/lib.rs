@@ -1,0 +1,61 @@
+//! Fuzz targets: each takes any bytes, hands them to production code that reads bytes from outside, and checks what must
+//! hold of what comes out. It fails by a panic, by an overflow, by what AddressSanitizer sees, or by memory and time without
+//! bound.
+//!
+//! Checksums would keep a search out: where an input says so, a target writes the right ones before it hands the bytes over.
+//! What a checksum guards is then reached as by a peer that computes it, which every attacker can.
+
+pub mod admission;
+pub mod arrays;
+pub mod boot;
+pub mod control;
+pub mod fabrics;
+pub mod rings;
+pub mod seeds;
+pub mod wire;
+
+/// Takes an input apart from its beginning; what is missing at its end is zero.
+#[derive(Debug, Clone)]
+pub struct Cursor<'a>(pub &'a [u8]);
+
+impl<'a> Cursor<'a> {
+    /// Take a byte.
+    pub fn byte(&mut self) -> u8 {
+        self.array::<1>()[0]
+    }
+
+    /// Take a number.
+    pub fn u16(&mut self) -> u16 {
+        u16::from_le_bytes(self.array())
+    }
+
+    /// Take a number.
+    pub fn u32(&mut self) -> u32 {
+        u32::from_le_bytes(self.array())
+    }
+
+    /// Take a number.
+    pub fn u64(&mut self) -> u64 {
+        u64::from_le_bytes(self.array())
+    }
+
+    /// Take bytes.
+    pub fn array<const N: usize>(&mut self) -> [u8; N] {
+        let taken = self.take(N);
+        let mut array = [0; N];
+        array[..taken.len()].copy_from_slice(taken);
+        array
+    }
+
+    /// Take `len` bytes, or what is left.
+    pub fn take(&mut self, len: usize) -> &'a [u8] {
+        let (taken, rest) = self.0.split_at(len.min(self.0.len()));
+        self.0 = rest;
+        taken
+    }
+
+    /// Tell whether nothing is left.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
