@@ -177,7 +177,8 @@ fn ports(pid: Pid, table: &str, state: Option<&str>) -> Vec<SocketAddr> {
     let files = fs::read_dir(format!("/proc/{}/fd", pid.as_raw_nonzero())).expect("a process of ours");
     for file in files.flatten() {
         let link = fs::read_link(file.path()).unwrap_or_default();
-        let inode = link.to_str().and_then(|link| link.strip_prefix("socket:[")?.strip_suffix(']')?.parse::<u64>().ok());
+        let inode =
+            link.to_str().and_then(|link| link.strip_prefix("socket:[")?.strip_suffix(']')?.parse::<u64>().ok());
         sockets.extend(inode);
     }
     let rows = fs::read_to_string(format!("/proc/net/{table}")).expect("the kernel tells");
