@@ -2,9 +2,7 @@
 
 use crate::place::{LONG, Place, Tools, Way};
 use crate::strangers::Random;
-use rustix::net::{
-    AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, send, socket_with,
-};
+use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, send, socket_with};
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 use sumac::Attach;

@@ -156,7 +156,7 @@ fn tools() -> Result<Tools, String> {
     open(&folder, 0o755).map_err(|error| error.to_string())?;
     let files = getrlimit(Resource::Nofile);
     // The attackers' connections are all this program's.
-    setrlimit(Resource::Nofile, Rlimit { current: files.maximum, ..files.clone() }).map_err(|error| error.to_string())?;
+    setrlimit(Resource::Nofile, Rlimit { current: files.maximum, ..files }).map_err(|error| error.to_string())?;
     Ok(Tools { sumac: copy(&sumac, "sumac")?, own: copy(&own, "hostile")?, logs: folder, files })
 }
 

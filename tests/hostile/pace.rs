@@ -13,10 +13,10 @@ const CONNECTIONS: usize = 1_000;
 /// How many of the connections are made anew.
 const CONNECTS_A_SECOND: u32 = 500;
 /// One with the storm at the job's ports, one with it elsewhere.
-const PAIRS: usize = 7;
-const TURN: Duration = Duration::from_millis(600);
+const PAIRS: usize = 9;
+const TURN: Duration = Duration::from_millis(500);
 /// Until a storm blows, or what it has left has settled.
-const SETTLE: Duration = Duration::from_millis(150);
+const SETTLE: Duration = Duration::from_millis(100);
 
 pub(crate) fn by_packets(tools: &Tools) {
     compare(tools, Attach::Udp);

@@ -76,7 +76,7 @@ impl Process {
         command.env("SUMAC_SUPERVISOR", std::process::id().to_string()).env("SUMAC_LOG", "info");
         let mut child = command.spawn().unwrap_or_else(|error| panic!("{program:?}: {error}"));
         if user.is_none() {
-            prlimit(Some(Pid::from_child(&child)), Resource::Nofile, tools.files.clone()).expect("its limit of files");
+            prlimit(Some(Pid::from_child(&child)), Resource::Nofile, tools.files).expect("its limit of files");
         }
         let to = child.stdin.take();
         let from = BufReader::new(child.stdout.take().expect("piped"));
@@ -177,7 +177,8 @@ fn ports(pid: Pid, table: &str, state: Option<&str>) -> Vec<SocketAddr> {
     let files = fs::read_dir(format!("/proc/{}/fd", pid.as_raw_nonzero())).expect("a process of ours");
     for file in files.flatten() {
         let link = fs::read_link(file.path()).unwrap_or_default();
-        let inode = link.to_str().and_then(|link| link.strip_prefix("socket:[")?.strip_suffix(']')?.parse::<u64>().ok());
+        let inode =
+            link.to_str().and_then(|link| link.strip_prefix("socket:[")?.strip_suffix(']')?.parse::<u64>().ok());
         sockets.extend(inode);
     }
     let rows = fs::read_to_string(format!("/proc/net/{table}")).expect("the kernel tells");
@@ -269,8 +270,9 @@ impl<'t> Place<'t> {
 
     /// What rank 0 has done; panics if a rank has failed.
     pub(crate) fn count(&mut self) -> Count {
-        self.ranks[1..].iter_mut().for_each(|rank| drop(count(rank)));
-        count(&mut self.ranks[0])
+        // All are asked, as any of them may have failed.
+        let counts: Vec<Count> = self.ranks.iter_mut().map(count).collect();
+        counts[0].clone()
     }
 
     /// Wait until the job has done so many rounds more; returns what it has done meanwhile.
@@ -319,8 +321,8 @@ impl<'t> Place<'t> {
     pub(crate) fn check_that_others_join(&self, name: &str, way: Way) {
         let mut ranks = self.job(name, way);
         wait_until(&format!("job {name} has no tree"), || {
-            ranks.iter_mut().for_each(|rank| drop(count(rank)));
-            count(&mut ranks[0]).in_tree >= 3
+            let counts: Vec<Count> = ranks.iter_mut().map(count).collect();
+            counts[0].in_tree >= 3
         });
         finish(&mut ranks);
     }

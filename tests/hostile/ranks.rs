@@ -108,7 +108,7 @@ pub(crate) fn no_descriptors(tools: &Tools) {
     let mut place = Place::start(tools).with_job(MET);
     let few = Rlimit { current: Some(40), maximum: tools.files.maximum };
     for rank in &place.ranks {
-        prlimit(Some(rank.pid()), Resource::Nofile, few.clone()).expect("its limit");
+        prlimit(Some(rank.pid()), Resource::Nofile, few).expect("its limit");
     }
     let open: Vec<_> = rank_ports(&place).into_iter().flat_map(|port| idle(port, MANY)).collect();
     place.wait_for_rounds(10);

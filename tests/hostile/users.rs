@@ -184,7 +184,8 @@ pub(crate) fn foreign_device(tools: &Tools) {
         of_ranks.extend(shared.filter_map(|line| line.split_whitespace().nth(4)).map(str::to_owned));
     }
     let shared = maps.lines().filter(|line| line.contains("memfd:"));
-    let shared = shared.filter(|line| line.split_whitespace().nth(4).is_some_and(|inode| of_ranks.iter().any(|of| of == inode)));
+    let shared =
+        shared.filter(|line| line.split_whitespace().nth(4).is_some_and(|inode| of_ranks.iter().any(|of| of == inode)));
     assert_eq!(shared.count(), 0, "device and ranks of the superuser share memory; {} by reference", tree.by_reference);
     place.check_unhurt(&before);
 }
