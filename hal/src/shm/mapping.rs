@@ -87,6 +87,8 @@ struct Mapping {
     /// are few.
     file: Option<OwnedFd>,
     pages: Pages,
+    /// The process that has it, if those that it forks have it not.
+    only_in: Option<u32>,
 }
 
 // SAFETY: the mapping belongs to this value; what is done through its address, its users answer for.
@@ -155,7 +157,7 @@ impl Mapping {
         let base = unsafe { mmap(ptr::null_mut(), len_bytes, protection, MapFlags::SHARED, file, offset_bytes) };
         let failed = |errno| MemoryError::System { call: "mmap", len_bytes: len_bytes as u64, errno };
         let base = NonNull::new(base.map_err(failed)?.cast()).ok_or(failed(Errno::INVAL))?;
-        let mapping = Self { base, len_bytes, file: None, pages };
+        let mapping = Self { base, len_bytes, file: None, pages, only_in: None };
         mapping.advise(Advice::LinuxHugepage);
         Ok(mapping)
     }
@@ -164,6 +166,14 @@ impl Mapping {
     fn advise(&self, hint: Advice) {
         // SAFETY: the range is the mapping's; the advice changes no contents.
         let _ = unsafe { madvise(self.base.as_ptr().cast::<c_void>(), self.len_bytes, hint) };
+    }
+
+    /// Keep it from processes that this one forks: they would write where a peer takes it for this one's doing.
+    fn keep_from_forks(mut self) -> Self {
+        // SAFETY: the range is the mapping's, and nothing changes in this process.
+        let kept = unsafe { madvise(self.base.as_ptr().cast::<c_void>(), self.len_bytes, Advice::LinuxDontFork) };
+        self.only_in = kept.is_ok().then(std::process::id);
+        self
     }
 
     #[track_caller]
@@ -193,6 +203,10 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        if self.only_in.is_some_and(|pid| pid != std::process::id()) {
+            // A forked child has something else there by now, or nothing.
+            return;
+        }
         // SAFETY: the mapping is this value's own. It can fail only for a range that is none.
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len_bytes) };
     }
@@ -373,7 +387,8 @@ impl ReadOnly {
     }
 }
 
-/// Memory of registers, rings and doorbells, which both sides write at the same time: atomics.
+/// Memory of registers, rings and doorbells, which both sides write at the same time: atomics. A forked child has none of
+/// it (`MADV_DONTFORK`), and an access there is a fault.
 #[derive(Debug)]
 pub struct BarMemory {
     mapping: Mapping,
@@ -386,7 +401,7 @@ impl BarMemory {
     /// [`MemoryError`].
     pub fn create(len_bytes: usize) -> Result<Self, MemoryError> {
         let len_bytes = len_bytes.next_multiple_of(8);
-        Ok(Self { mapping: Mapping::create("sumac-bar", len_bytes, Pages::Normal, SEALS)? })
+        Ok(Self { mapping: Mapping::create("sumac-bar", len_bytes, Pages::Normal, SEALS)?.keep_from_forks() })
     }
 
     /// Map the BAR that a device has handed over, if it is at most `max_len_bytes` long and nobody can resize it.
@@ -394,7 +409,7 @@ impl BarMemory {
     /// # Errors
     /// [`MemoryError`].
     pub fn open(file: OwnedFd, max_len_bytes: u64) -> Result<Self, MemoryError> {
-        Ok(Self { mapping: Mapping::open(file, max_len_bytes, ProtFlags::READ | ProtFlags::WRITE)? })
+        Ok(Self { mapping: Mapping::open(file, max_len_bytes, ProtFlags::READ | ProtFlags::WRITE)?.keep_from_forks() })
     }
 
     /// Return the descriptor, to hand over.

@@ -10,6 +10,8 @@
 //! - [`Region`]s are for engines and have no Rust references into them; [`BarMemory`] is atomics.
 //! - Only processes of the same user, or of the superuser, are talked to. Which rank one is, its token has to prove to
 //!   who handed the token out.
+//! - A forked child has no part in it: it has no registers and no rings ([`BarMemory`]), and what it drops is not touched
+//!   ([`ProcessMark`]). [`Region`]s it has, with whoever shares them.
 //! - A peer's death is seen: the socket hangs up, and [`Peer`] tells by its process.
 
 mod bell;
@@ -17,6 +19,7 @@ mod function;
 mod machine;
 mod mapping;
 mod peer;
+mod process;
 mod ready;
 mod socket;
 #[cfg(test)]
@@ -28,5 +31,6 @@ pub use function::{Function, FunctionError, FunctionQueue, FunctionRing};
 pub use machine::machine;
 pub use mapping::{BarMemory, MemoryError, Pages, ReadOnly, Region};
 pub use peer::{Peer, PeerError};
+pub use process::ProcessMark;
 pub use socket::{AttachRefusal, Connection, Listener, Message, Received, SocketError};
 pub use wait::{SLEEPER_BELLS_MAX, WaitError, Waiter, ring};

@@ -15,7 +15,7 @@ use thiserror::Error;
 
 /// Why an operation has no result.
 ///
-/// Except for [`Error::Argument`], [`Error::NotPossible`] and [`Error::Memory`], which change nothing, an error is the end of the
+/// Except for [`Error::Argument`], [`Error::NotPossible`], [`Error::Memory`] and [`Error::Forked`], which change nothing, an error is the end of the
 /// communicator: its ranks may be at different operations, and every later call returns [`Error::Ended`]. The
 /// caller's buffer then holds, chunk by chunk, its input or the result (after a schedule: anything); where ranks have
 /// died, [`Fresh`] says which.
@@ -130,6 +130,11 @@ pub enum Error {
     /// A schedule failed in another way.
     #[error(transparent)]
     Schedule(ExecError),
+    /// This process was forked from the one that joined. Nothing was done; the communicator goes on there.
+    #[error(
+        "this process was forked from the one that joined: only that one can use the communicator; this one can join anew"
+    )]
+    Forked,
     /// This rank's own program ended the communicator.
     #[error("cancelled by this rank's own program; the other ranks are told that it is lost")]
     Cancelled,

@@ -24,7 +24,7 @@ impl<B: Held> Handle<B> {
     /// waiting for it if it goes through the tree; a schedule is run here if it has not been. The communicator's
     /// deadline counts from the first test on.
     pub fn test(&mut self) -> bool {
-        self.own.lock().test(self.id, &CallOptions::default())
+        self.own.lock().map_or(true, |mut core| core.test(self.id, &CallOptions::default()))
     }
 
     /// Wait for the operation, and get the buffer with the result.
@@ -45,7 +45,7 @@ impl<B: Held> Handle<B> {
     }
 
     fn finish(self, options: &CallOptions) -> Result<(B, Outcome), Error> {
-        let (buffer, result) = self.own.lock().finish(self.id, options);
+        let (buffer, result) = self.own.lock()?.finish(self.id, options);
         let outcome = result?;
         let buffer = buffer.and_then(|owned| owned.into_result().into_any().downcast::<B>().ok());
         buffer.map(|buffer| (*buffer, outcome)).ok_or_else(|| Error::Argument("the handle's buffer is gone".into()))

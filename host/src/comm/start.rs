@@ -85,7 +85,7 @@ impl Communicator {
     ) -> Result<Handle<B>, Error> {
         check(&desc)?;
         let output = output.map(|output| Box::new(output) as _);
-        let id = self.lock().start(desc, Owned { memory: Box::new(memory), output }, options)?;
+        let id = self.lock()?.start(desc, Owned { memory: Box::new(memory), output }, options)?;
         Ok(Handle::new(self.own.clone(), id))
     }
 }
