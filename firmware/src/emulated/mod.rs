@@ -158,15 +158,18 @@ pub enum BoardError {
     },
 }
 
-/// A running board. Dropping it stops its threads.
+/// A running board. Dropping it stops its threads; in a process that was forked since, which has none of them, it does
+/// nothing.
 #[derive(Debug)]
 pub struct Board {
     announce: Announce,
-    control: Control,
+    /// There until it is dropped.
+    control: Option<Control>,
     // Their threads hand over to a shard's.
-    _bus: Option<Bus>,
-    _calls: Option<Calls>,
+    bus: Option<Bus>,
+    calls: Option<Calls>,
     shards: Vec<ShardHandle>,
+    pid: u32,
 }
 
 impl Board {
@@ -196,7 +199,7 @@ impl Board {
         let announce = Announce { name, boot_id, capabilities, data_addrs, bus: announced };
         let links = shards.iter().map(ShardHandle::link).collect();
         let control = Control::start(&config, announce.clone(), links)?;
-        Ok(Self { announce, control, _bus: bus, _calls: calls, shards })
+        Ok(Self { announce, control: Some(control), bus, calls, shards, pid: std::process::id() })
     }
 
     /// Return what the board tells its controller of itself.
@@ -217,13 +220,22 @@ impl Board {
 
     /// Wait until the controller has been reached, at most `timeout`; false if it was not.
     pub fn wait_registered(&self, timeout: Duration) -> bool {
-        self.control.wait_registered(timeout)
+        self.control.as_ref().is_some_and(|control| control.wait_registered(timeout))
     }
 
     /// Serve until the process ends or a shard's thread does, which is a bug.
     pub fn serve(mut self) {
         for shard in &mut self.shards {
             shard.join();
+        }
+    }
+}
+
+impl Drop for Board {
+    fn drop(&mut self) {
+        if self.pid != std::process::id() {
+            std::mem::forget((self.control.take(), self.bus.take(), self.calls.take()));
+            std::mem::forget(std::mem::take(&mut self.shards));
         }
     }
 }

@@ -90,6 +90,8 @@ struct Mapping {
     pages: Pages,
     /// Which file it maps, and from where on. The mapping keeps the file.
     backing: Backing,
+    /// The process that has it, if those that it forks have it not.
+    only_in: Option<u32>,
 }
 
 // SAFETY: the mapping belongs to this value; what is done through its address, its users answer for.
@@ -161,7 +163,7 @@ impl Mapping {
         let base = unsafe { mmap(ptr::null_mut(), len_bytes, protection, MapFlags::SHARED, file, offset_bytes) };
         let failed = |errno| MemoryError::System { call: "mmap", len_bytes: len_bytes as u64, errno };
         let base = NonNull::new(base.map_err(failed)?.cast()).ok_or(failed(Errno::INVAL))?;
-        let mapping = Self { base, len_bytes, file: None, pages, backing };
+        let mapping = Self { base, len_bytes, file: None, pages, backing, only_in: None };
         mapping.advise(Advice::LinuxHugepage);
         Ok(mapping)
     }
@@ -170,6 +172,14 @@ impl Mapping {
     fn advise(&self, hint: Advice) {
         // SAFETY: the range is the mapping's; the advice changes no contents.
         let _ = unsafe { madvise(self.base.as_ptr().cast::<c_void>(), self.len_bytes, hint) };
+    }
+
+    /// Keep it from processes that this one forks: they would write where a peer takes it for this one's doing.
+    fn keep_from_forks(mut self) -> Self {
+        // SAFETY: the range is the mapping's, and nothing changes in this process.
+        let kept = unsafe { madvise(self.base.as_ptr().cast::<c_void>(), self.len_bytes, Advice::LinuxDontFork) };
+        self.only_in = kept.is_ok().then(std::process::id);
+        self
     }
 
     #[track_caller]
@@ -200,6 +210,10 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        if self.only_in.is_some_and(|pid| pid != std::process::id()) {
+            // A forked child has something else there by now, or nothing.
+            return;
+        }
         // SAFETY: the mapping is this value's own. It can fail only for a range that is none.
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len_bytes) };
     }
@@ -385,7 +399,8 @@ impl ReadOnly {
     }
 }
 
-/// Memory of registers, rings and doorbells, which both sides write at the same time: atomics.
+/// Memory of registers, rings and doorbells, which both sides write at the same time: atomics. A forked child has none of
+/// it (`MADV_DONTFORK`), and an access there is a fault.
 #[derive(Debug)]
 pub struct BarMemory {
     mapping: Mapping,
@@ -398,7 +413,7 @@ impl BarMemory {
     /// [`MemoryError`].
     pub fn create(len_bytes: usize) -> Result<Self, MemoryError> {
         let len_bytes = len_bytes.next_multiple_of(8);
-        Ok(Self { mapping: Mapping::create("sumac-bar", len_bytes, Pages::Normal, SEALS)? })
+        Ok(Self { mapping: Mapping::create("sumac-bar", len_bytes, Pages::Normal, SEALS)?.keep_from_forks() })
     }
 
     /// Map the BAR that a device has handed over, if it is at most `max_len_bytes` long and nobody can resize it.
@@ -406,7 +421,7 @@ impl BarMemory {
     /// # Errors
     /// [`MemoryError`].
     pub fn open(file: OwnedFd, max_len_bytes: u64) -> Result<Self, MemoryError> {
-        Ok(Self { mapping: Mapping::open(file, max_len_bytes, ProtFlags::READ | ProtFlags::WRITE)? })
+        Ok(Self { mapping: Mapping::open(file, max_len_bytes, ProtFlags::READ | ProtFlags::WRITE)?.keep_from_forks() })
     }
 
     /// Return the descriptor, to hand over.

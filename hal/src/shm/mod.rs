@@ -11,6 +11,8 @@
 //! - A rank talks to devices of its own user, of the superuser, and of the user that the administrator names
 //!   ([`DeviceUsers`]). A device talks to ranks of its own user and of the superuser; the superuser's device, and that of
 //!   the user who is named, to ranks of all users. Which rank one is, its token has to prove to who handed the token out.
+//! - A forked child has no part in it: it has no registers and no rings ([`BarMemory`]), and what it drops is not touched
+//!   ([`ProcessMark`]). [`Region`]s it has, with whoever shares them.
 //! - A peer's death is seen: the socket hangs up, and [`Peer`] tells by its process.
 
 mod bell;
@@ -18,6 +20,7 @@ mod function;
 mod machine;
 mod mapping;
 mod peer;
+mod process;
 mod ready;
 mod socket;
 #[cfg(test)]
@@ -30,6 +33,7 @@ pub use function::{Function, FunctionError, FunctionQueue, FunctionRing};
 pub use machine::machine;
 pub use mapping::{BarMemory, MemoryError, Pages, ReadOnly, Region};
 pub use peer::{Peer, PeerError};
+pub use process::ProcessMark;
 pub use socket::{AttachRefusal, Connection, Listener, Message, Received, SocketError};
 pub use users::{DEVICE_USER_VARIABLE, DeviceUserError, DeviceUsers};
 pub use wait::{SLEEPER_BELLS_MAX, WaitError, Waiter, ring};

@@ -57,7 +57,10 @@ impl Communicator {
     /// End the communicator with an error that came too late to be harmless.
     fn end_by(&self, error: Error) -> Error {
         let error = error.ending();
-        self.lock().note_end(&error);
+        // A forked process has nothing to end.
+        if let Ok(mut core) = self.lock() {
+            core.note_end(&error);
+        }
         error
     }
 }

@@ -22,7 +22,7 @@ impl Communicator {
         options: &CallOptions,
     ) -> Result<Outcome, Error> {
         check(desc)?;
-        self.lock().run(*desc, &mut buffers.into(), options)
+        self.lock()?.run(*desc, &mut buffers.into(), options)
     }
 
     /// Combine `buffer` element by element over all ranks; every rank gets the result in place.
@@ -157,7 +157,7 @@ impl Communicator {
         (output, recv_counts): (&mut [T], &[usize]),
     ) -> Result<Outcome, Error> {
         let buffers = apart(input, output);
-        self.lock().all_to_all_v(T::DTYPE, buffers, send_counts, recv_counts, &CallOptions::default())
+        self.lock()?.all_to_all_v(T::DTYPE, buffers, send_counts, recv_counts, &CallOptions::default())
     }
 
     /// Wait until every rank has called this.

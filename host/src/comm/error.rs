@@ -15,11 +15,11 @@ use thiserror::Error;
 
 /// Why an operation has no result.
 ///
-/// [`Error::Argument`], [`Error::NotPossible`], [`Error::Memory`] and [`Error::TooManyInFlight`] change nothing
-/// ([`Error::is_harmless`]): nothing was sent, the call does not count among those of the communicator, and the caller's
-/// buffer is as it was, so the call can be made again. Any other error is the end of the communicator: its ranks may be
-/// at different operations, and every later call returns [`Error::Ended`]. The caller's buffer then holds, chunk by
-/// chunk, its input or the result (after a schedule: anything); where ranks have died, [`Fresh`] says which.
+/// [`Error::Argument`], [`Error::NotPossible`], [`Error::Memory`], [`Error::TooManyInFlight`] and [`Error::Forked`] change
+/// nothing ([`Error::is_harmless`]): nothing was sent, the call does not count among those of the communicator, and the
+/// caller's buffer is as it was, so the call can be made again. Any other error is the end of the communicator: its ranks
+/// may be at different operations, and every later call returns [`Error::Ended`]. The caller's buffer then holds, chunk
+/// by chunk, its input or the result (after a schedule: anything); where ranks have died, [`Fresh`] says which.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -140,6 +140,11 @@ pub enum Error {
     /// A schedule failed in another way.
     #[error(transparent)]
     Schedule(ExecError),
+    /// This process was forked from the one that joined. Nothing was done; the communicator goes on there.
+    #[error(
+        "this process was forked from the one that joined: only that one can use the communicator; this one can join anew"
+    )]
+    Forked,
     /// This rank's own program ended the communicator.
     #[error("cancelled by this rank's own program; the other ranks are told that it is lost")]
     Cancelled,

@@ -30,7 +30,7 @@ impl<B: Held> Handle<B> {
     /// waiting for it if it goes through the tree; a schedule is run here if it has not been. The communicator's
     /// deadline counts from the first test on.
     pub fn test(&mut self) -> bool {
-        self.own.lock().test(self.id, &CallOptions::default())
+        self.own.lock().map_or(true, |mut core| core.test(self.id, &CallOptions::default()))
     }
 
     /// Wait for the operation, and get the buffer with the result.
@@ -51,7 +51,7 @@ impl<B: Held> Handle<B> {
     }
 
     fn finish(mut self, options: &CallOptions) -> Result<(B, Outcome), Error> {
-        let (buffer, result) = self.own.lock().finish(self.id, options);
+        let (buffer, result) = self.own.lock()?.finish(self.id, options);
         self.is_finished = true;
         let outcome = result?;
         let buffer = buffer.and_then(|owned| owned.into_result().into_any().downcast::<B>().ok());
@@ -62,8 +62,7 @@ impl<B: Held> Handle<B> {
 impl<B> Drop for Handle<B> {
     fn drop(&mut self) {
         if !self.is_finished {
-            self.own.lost().dropped.push(self.id);
-            self.own.reclaim();
+            self.own.reclaim(|dropped| dropped.push(self.id));
         }
     }
 }

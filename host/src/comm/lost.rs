@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use sumac_hal::ids::Rank;
+use sumac_hal::shm::ProcessMark;
 use sumac_hal::udp::Waker;
 
 /// What reaches a communicator from outside of its calls.
@@ -23,6 +24,8 @@ pub(super) struct Lost {
     /// Whether there is any news of `news`.
     is_set: AtomicBool,
     is_cancelled: AtomicBool,
+    /// The process that joined.
+    process: ProcessMark,
     news: Mutex<News>,
     /// The last view whose tree is lost, and one; 0: none is.
     repairs: AtomicU32,
@@ -97,6 +100,7 @@ impl Lost {
             queue,
             is_set,
             is_cancelled,
+            process: ProcessMark::new(),
             news: Mutex::default(),
             repairs: AtomicU32::new(0),
             job_view: AtomicU32::new(0),
@@ -106,6 +110,11 @@ impl Lost {
             core: OnceLock::new(),
             serving: Mutex::default(),
         }
+    }
+
+    /// Tell whether this process was forked from the one that joined.
+    pub(super) fn is_forked(&self) -> bool {
+        self.process.is_forked()
     }
 
     fn news(&self) -> MutexGuard<'_, News> {

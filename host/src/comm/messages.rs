@@ -19,7 +19,7 @@ impl Communicator {
     /// [`Error`].
     pub fn send<T: Element>(&self, values: &[T], to: u32, tag: u32) -> Result<(), Error> {
         let bytes = bytemuck::cast_slice(values);
-        self.lock().transfer(&mut [Message::Send { peer: Rank(to), tag, bytes }], &CallOptions::default())
+        self.lock()?.transfer(&mut [Message::Send { peer: Rank(to), tag, bytes }], &CallOptions::default())
     }
 
     /// Receive as many values as `values` is long from rank `from`.
@@ -28,7 +28,7 @@ impl Communicator {
     /// [`Error`]; if tag or length are not the sender's, both ends get one.
     pub fn receive<T: Element>(&self, values: &mut [T], from: u32, tag: u32) -> Result<(), Error> {
         let bytes = bytemuck::cast_slice_mut(values);
-        self.lock().transfer(&mut [Message::Receive { peer: Rank(from), tag, bytes }], &CallOptions::default())
+        self.lock()?.transfer(&mut [Message::Receive { peer: Rank(from), tag, bytes }], &CallOptions::default())
     }
 
     /// Send and receive at the same time, as neighbours in a ring or a grid do: neither waits for the other.
@@ -43,7 +43,7 @@ impl Communicator {
     ) -> Result<(), Error> {
         let send = Message::Send { peer: Rank(to), tag, bytes: bytemuck::cast_slice(values) };
         let receive = Message::Receive { peer: Rank(from), tag, bytes: bytemuck::cast_slice_mut(received) };
-        self.lock().transfer(&mut [send, receive], &CallOptions::default())
+        self.lock()?.transfer(&mut [send, receive], &CallOptions::default())
     }
 
     /// Start to send `values` to rank `to`; [`MessageHandle::wait`] gives them back. As many as 4096 messages may be on
@@ -70,7 +70,7 @@ impl Communicator {
         tag: u32,
         direction: Direction,
     ) -> Result<MessageHandle<T>, Error> {
-        let ticket = self.lock().post_message(Rank(peer), direction, tag, Box::new(Typed(values)))?;
+        let ticket = self.lock()?.post_message(Rank(peer), direction, tag, Box::new(Typed(values)))?;
         Ok(MessageHandle { own: self.own.clone(), ticket, values: PhantomData, is_finished: false })
     }
 }
@@ -95,7 +95,7 @@ impl<T: Element> MessageHandle<T> {
     /// [`Error`].
     pub fn wait(mut self) -> Result<Vec<T>, Error> {
         self.is_finished = true;
-        let buffer = self.own.lock().wait_message(self.ticket, &CallOptions::default())?;
+        let buffer = self.own.lock()?.wait_message(self.ticket, &CallOptions::default())?;
         let values = buffer.into_any().downcast::<Typed<T>>();
         values.map(|values| values.0).map_err(|_| Error::Argument("the message's values are gone".into()))
     }
@@ -104,8 +104,7 @@ impl<T: Element> MessageHandle<T> {
 impl<T> Drop for MessageHandle<T> {
     fn drop(&mut self) {
         if !self.is_finished {
-            self.own.lost().dropped.push_message(self.ticket);
-            self.own.reclaim();
+            self.own.reclaim(|dropped| dropped.push_message(self.ticket));
         }
     }
 }

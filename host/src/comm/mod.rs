@@ -72,6 +72,15 @@
 //! until its deadline ([`Straggler::Wait`], the default), fails for all by name ([`Straggler::Deadline`]), or is completed
 //! without them ([`Straggler::Partial`]), which [`Outcome::missing`] says and which ends the communicator for them.
 //!
+//! # Forked processes
+//!
+//! A communicator is of the process that joined. In a process that this one forks, as data loaders do, every call on it and
+//! on its handles is [`Error::Forked`], and dropping them does nothing: the parent's job goes on. Such a process can join a
+//! job of its own. It reads a [`Buffer`] as any other memory; where the device reaches the buffer, parent and child share
+//! it, so what the child writes there the parent has in its own. While it lives it keeps copies of the parent's
+//! connections: if the parent dies, its sockets stay open until the child has ended too, and others notice the death by
+//! silence.
+//!
 //! # Progress
 //!
 //! Started operations ([`Communicator::start_all_reduce`]) own their buffer until they are waited for; an operation whose
@@ -205,7 +214,8 @@ pub struct Outstanding {
 ///
 /// Dropping it without [`Communicator::leave`] is what the end of the process would be: the other ranks are told that
 /// this one is lost, and operations that it had not completed fail with [`Error::RanksFailed`] at all of them. It waits for
-/// nothing. Handles of started operations hold the communicator too: it is dropped with the last of them.
+/// nothing. Handles of started operations hold the communicator too: it is dropped with the last of them. In a process that
+/// was forked since, dropping it does nothing, and calls are [`Error::Forked`].
 #[derive(Debug)]
 pub struct Communicator {
     own: Own,
@@ -236,22 +246,25 @@ impl Communicator {
 
     /// Return the name: the job's, with what it was split off by.
     pub fn name(&self) -> String {
-        self.lock().config.job.clone()
+        self.own.name().into()
     }
 
     /// Return the job's place among those that wait for a tree that others hold; `None` if it does not wait.
     pub fn queue_place(&self) -> Option<QueuePlace> {
-        self.own.lost().queue_place()
+        if self.own.is_forked() { None } else { self.own.lost().queue_place() }
     }
 
     /// Return whether a controller stands behind the job, which operations do not need.
     pub fn controller(&self) -> ControllerState {
+        if self.own.is_forked() {
+            return ControllerState::Refused { reason: Error::Forked.to_string() };
+        }
         self.own.lost().controller()
     }
 
     /// Return how much was repaired so far: in calls, whose [`Outcome::repaired`] says so, and between them.
     pub fn repairs(&self) -> Repairs {
-        let core = self.lock();
+        let Ok(core) = self.lock() else { return Repairs::default() };
         Repairs { count: core.repaired.0, time: core.repaired.1, bytes: core.repaired_bytes }
     }
 
@@ -262,7 +275,13 @@ impl Communicator {
 
     /// Say which path an operation would take, what each would cost, or why it is not possible.
     pub fn explain(&self, desc: &OpDesc, algo: Algo) -> Explanation {
-        self.lock().explain(desc, &CallOptions { algo: Some(algo), ..CallOptions::default() })
+        match self.lock() {
+            Ok(core) => core.explain(desc, &CallOptions { algo: Some(algo), ..CallOptions::default() }),
+            // Nothing is possible here.
+            Err(_) => {
+                Explanation { requested: algo, candidates: Vec::new(), chosen: None, overridden: None, attached: None }
+            }
+        }
     }
 
     /// Return zeroed memory for operations. Where this rank shares memory with its leaf device, the device reads and
@@ -272,7 +291,7 @@ impl Communicator {
     /// # Errors
     /// [`Error::Memory`] if the system or the device has no room; it changes nothing, and other memory can be used.
     pub fn alloc<T: Element>(&self, len: usize) -> Result<Buffer<T>, Error> {
-        self.lock().alloc(len)
+        self.lock()?.alloc(len)
     }
 
     /// Leave the job in good order: when all that was started here has ended, and all ranks have the results of what
@@ -281,21 +300,23 @@ impl Communicator {
     /// until the communicator's deadline. The rank has left in any case; a warning is logged where others may miss it.
     /// [`Communicator::leave_within`] takes another limit, and says how it went.
     pub fn leave(self) {
-        let limit = self.lock().config.deadline;
-        self.leave_within(limit);
+        let limit = self.lock().map(|core| core.config.deadline);
+        if let Ok(limit) = limit {
+            self.leave_within(limit);
+        }
     }
 
     /// The same, waiting for other ranks at most `limit`; returns whether they can do without this one.
     pub fn leave_within(self, limit: Duration) -> Departure {
-        self.lock().leave(limit)
+        self.lock().map_or_else(Departure::Failed, |mut core| core.leave(limit))
     }
 
-    /// Return what the communicator owns for operations and messages that were started.
+    /// Return what the communicator owns for operations and messages that were started; nothing in a forked process.
     pub fn outstanding(&self) -> Outstanding {
-        self.lock().outstanding()
+        self.lock().map_or_else(|_| Outstanding::default(), |mut core| core.outstanding())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Core> {
+    fn lock(&self) -> Result<MutexGuard<'_, Core>, Error> {
         self.own.lock()
     }
 }
@@ -310,7 +331,9 @@ pub struct Canceller {
 impl Canceller {
     /// End the communicator.
     pub fn cancel(&self) {
-        self.lost.cancel();
+        if !self.lost.is_forked() {
+            self.lost.cancel();
+        }
     }
 }
 

@@ -46,7 +46,7 @@ impl Communicator {
     /// [`ShrinkError`].
     pub fn shrink(&self) -> Result<Self, ShrinkError> {
         let (mut config, left) = {
-            let core = self.lock();
+            let Ok(core) = self.lock() else { return Err(ShrinkError::NoMember { name: self.name() }) };
             let name = core.config.job.clone();
             let Some(session) = &core.session else { return Err(ShrinkError::NoMember { name }) };
             let left = session.survivors(Instant::now() + core.config.join_timeout);

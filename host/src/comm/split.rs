@@ -61,7 +61,8 @@ impl Communicator {
         let exchanged = self.run(&desc, Buffers::Separate { input, output }, &options);
         exchanged.map_err(|source| SplitError::Exchange { name: self.name(), source })?;
         // Counted at ranks without a color too: they take part in the next split.
-        let (mut config, nth) = self.lock().next_split();
+        let core = self.lock().map_err(|source| SplitError::Exchange { name: self.name(), source });
+        let (mut config, nth) = core?.next_split();
         let Some(color) = color else { return Ok(None) };
         let (rank, world) = place(&all, color, key, self.rank());
         config.job = format!("{}/{nth}.{color}", config.job);

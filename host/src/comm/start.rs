@@ -88,7 +88,7 @@ impl Communicator {
     ) -> Result<Handle<B>, Error> {
         check(&desc)?;
         let output = output.map(|output| Box::new(output) as Box<dyn OwnedBuffer>);
-        let id = self.lock().start(desc, Box::new(memory), output, options)?;
+        let id = self.lock()?.start(desc, Box::new(memory), output, options)?;
         Ok(Handle::new(self.own.clone(), id))
     }
 }

@@ -136,6 +136,7 @@ pub struct Session {
     watcher: Option<JoinHandle<()>>,
     /// It is this end that ends it.
     is_over: Arc<AtomicBool>,
+    pid: u32,
 }
 
 pub(super) fn connect(addr: SocketAddr) -> Result<(TcpStream, FrameReader<TcpStream>), ClientError> {
@@ -238,7 +239,7 @@ impl Session {
         let thread = std::thread::Builder::new().name("controller".into());
         let watcher = Some(thread.spawn(move || watcher.watch(reader)).map_err(StreamError::from)?);
         let (answers, left) = (Mutex::new(answers), Mutex::new(left));
-        let session = Self { connection, answers, given_up, left, watcher, is_over };
+        let session = Self { connection, answers, given_up, left, watcher, is_over, pid: std::process::id() };
         Ok((session, membership))
     }
 
@@ -349,6 +350,10 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
+        if self.pid != std::process::id() {
+            // A forked child does not have the thread, and the connection is its parent's.
+            return std::mem::forget(self.watcher.take());
+        }
         self.is_over.store(true, Ordering::Release);
         // Ends the watcher's read; what was sent before still arrives. Fails only if the peer was faster.
         let _ = self.connection.lock().unwrap_or_else(PoisonError::into_inner).stream.shutdown(Shutdown::Both);

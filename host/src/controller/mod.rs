@@ -162,6 +162,7 @@ pub struct Controller {
     addr: SocketAddr,
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
+    pid: u32,
 }
 
 /// What the controller's threads share.
@@ -209,7 +210,7 @@ impl Controller {
             stopped: Condvar::new(),
             wake,
         });
-        let mut controller = Self { addr, shared: Arc::clone(&shared), threads: Vec::new() };
+        let mut controller = Self { addr, shared: Arc::clone(&shared), threads: Vec::new(), pid: std::process::id() };
         let (accept, attended) = (Arc::clone(&shared), Arc::clone(&shared));
         controller.spawn("accept", move || accept_all(&accept, &listener))?;
         controller.spawn("queue", move || attend(&attended))?;
@@ -239,6 +240,10 @@ impl Controller {
 
 impl Drop for Controller {
     fn drop(&mut self) {
+        if self.pid != std::process::id() {
+            // A forked child has none of the threads.
+            return self.threads.drain(..).for_each(std::mem::forget);
+        }
         let released = {
             let mut state = self.shared.lock();
             self.shared.stopping.store(true, Ordering::Release);

@@ -61,6 +61,7 @@ pub(crate) struct Sender {
 pub(crate) struct Notes {
     sender: Arc<Sender>,
     thread: Option<JoinHandle<()>>,
+    pid: u32,
 }
 
 impl Notes {
@@ -92,7 +93,7 @@ impl Notes {
             on_heard: Box::new(on_heard),
         };
         let thread = std::thread::Builder::new().name("notes".into()).spawn(move || carrier.run())?;
-        Ok(Self { sender, thread: Some(thread) })
+        Ok(Self { sender, thread: Some(thread), pid: std::process::id() })
     }
 
     /// Return what gives orders; it may outlive this, and does nothing then.
@@ -131,6 +132,10 @@ impl Sender {
 
 impl Drop for Notes {
     fn drop(&mut self) {
+        if self.pid != std::process::id() {
+            // A forked child does not have the thread.
+            return std::mem::forget(self.thread.take());
+        }
         self.sender.lock().is_over = true;
         self.sender.wake();
         if let Some(thread) = self.thread.take() {

@@ -486,6 +486,10 @@ impl ReferenceDriver {
 
 impl Drop for ReferenceDriver {
     fn drop(&mut self) {
+        if self.registry.is_forked() {
+            // The function is the parent's, and its registers are not mapped here.
+            return;
+        }
         self.retire();
         self.function.bar().set_control(HostControl::RESET);
     }

@@ -17,12 +17,14 @@ use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use sumac_hal::dma::{Address, DmaMemory, RegionKey};
-use sumac_hal::shm::{Connection, Region};
+use sumac_hal::shm::{Connection, ProcessMark, Region};
 
 /// Memory for operations, of [`Communicator::alloc`](crate::Communicator::alloc): a slice that the leaf device reads
 /// and writes by itself where the communicator attaches by reference, and an ordinary one where it does not.
 ///
-/// Any part of it may be passed to a call. It outlives its communicator, and is then just memory.
+/// Any part of it may be passed to a call. It outlives its communicator, and is then just memory. A forked process shares it
+/// where the device reaches it, and has a copy of its own where it does not; it may read it and drop it, and what it writes
+/// to a shared one the process that allocated it has too.
 pub struct Buffer<T: bytemuck::Pod> {
     backing: Backing<T>,
 }
@@ -56,6 +58,8 @@ pub(super) type SharedRegion = Arc<Mutex<Region>>;
 pub(super) struct Dropped {
     any: AtomicBool,
     keys: Mutex<Vec<RegionKey>>,
+    /// The process of the driver.
+    process: ProcessMark,
     /// Where the memory is another rank's once this has hung up.
     _seat: Option<Arc<Connection>>,
 }
@@ -103,6 +107,10 @@ impl<T: bytemuck::Pod + fmt::Debug> fmt::Debug for Buffer<T> {
 
 impl<T> Drop for Lease<T> {
     fn drop(&mut self) {
+        if self.dropped.process.is_forked() {
+            // The device is told by the process that it is attached to, whose lock may be held here for ever.
+            return;
+        }
         self.dropped.keys.lock().unwrap_or_else(PoisonError::into_inner).push(self.key);
         self.dropped.any.store(true, Ordering::Release);
     }
@@ -127,6 +135,11 @@ impl Registry {
     /// Return an empty registry, whose buffers and itself keep a connection.
     pub(super) fn new(seat: Option<Arc<Connection>>) -> Self {
         Self { entries: Vec::new(), dropped: Arc::new(Dropped { _seat: seat, ..Dropped::default() }) }
+    }
+
+    /// Tell whether this process was forked from the driver's.
+    pub(super) fn is_forked(&self) -> bool {
+        self.dropped.process.is_forked()
     }
 
     /// Note a registered region, and return a buffer of `len` elements in it.

@@ -58,6 +58,8 @@ struct Queue {
 
 /// The engine.
 pub struct EmuEngine {
+    /// The process that has its threads.
+    pid: u32,
     /// What its user does.
     own: Own,
     shared: Arc<Shared>,
@@ -112,6 +114,7 @@ impl EmuEngine {
             .with_alignment(config.alignment_bytes);
         let depth = config.queue_depth as usize;
         let mut engine = Self {
+            pid: std::process::id(),
             own: Own::new(&shared, capabilities, &config),
             shared,
             queues: Vec::with_capacity(config.threads),
@@ -452,6 +455,11 @@ impl std::fmt::Debug for EmuEngine {
 
 impl Drop for EmuEngine {
     fn drop(&mut self) {
+        if self.pid != std::process::id() {
+            // A forked child has none of the threads.
+            self.queues.iter_mut().for_each(|queue| std::mem::forget(queue.thread.take()));
+            return;
+        }
         self.shared.stop.store(true, Ordering::Release);
         for queue in &mut self.queues {
             queue.sleeper.ring();

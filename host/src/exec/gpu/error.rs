@@ -58,6 +58,9 @@ pub enum GpuError {
     /// It was cancelled. The operation has ended, and its output holds anything.
     #[error("the operation was cancelled; nothing of it runs any more")]
     Cancelled,
+    /// This process was forked from the one that set the group up, and its GPU is not this one's. Nothing has begun.
+    #[error("this process was forked from the one that set the group up: only that one can use it")]
+    Forked,
     /// The operation could not be ended: its memory is kept until the GPU has let go of it, and the group is unusable.
     #[error("an operation was given up and still waits on the GPU: its memory is kept, and the group can't be used")]
     Stuck,

@@ -68,6 +68,7 @@ pub struct Group<G: Gpu> {
     trace: Option<Trace<G>>,
     /// Something was given up and has not ended.
     is_stuck: bool,
+    pid: u32,
 }
 
 /// Buffers, and what has to be multiplied before they are used.
@@ -117,6 +118,7 @@ impl<G: Gpu> Group<G> {
             flights: Vec::new(),
             trace: None,
             is_stuck: false,
+            pid: std::process::id(),
         })
     }
 
@@ -249,6 +251,9 @@ impl<G: Gpu> Group<G> {
     /// # Errors
     /// What went wrong on the GPU; [`GpuError::Cancelled`] if it was given up.
     pub fn is_done(&mut self, work: &Work<G>) -> Result<bool, GpuError> {
+        if self.pid != std::process::id() {
+            return Err(GpuError::Forked);
+        }
         let is_done = self.gpu.is_done(&work.done)?;
         if is_done && work.is_broken.load(Ordering::Relaxed) {
             return Err(GpuError::Cancelled);
@@ -313,6 +318,9 @@ impl<G: Gpu> Group<G> {
 
     /// Let go of the memory of what is done; true if nothing is on its way.
     fn land_flights(&mut self) -> Result<bool, GpuError> {
+        if self.pid != std::process::id() {
+            return Err(GpuError::Forked);
+        }
         let mut index = 0;
         while let Some(flight) = self.flights.get(index) {
             if self.gpu.is_done(&flight.done)? {
@@ -448,6 +456,12 @@ impl<G: Gpu> Group<G> {
 impl<G: Gpu> Drop for Group<G> {
     fn drop(&mut self) {
         if matches!(self.land_flights(), Ok(true)) {
+            return;
+        }
+        if self.pid != std::process::id() {
+            // A forked child: all of it is its parent's.
+            std::mem::forget((std::mem::take(&mut self.flights), std::mem::take(&mut self.work)));
+            std::mem::forget((std::mem::take(&mut self.plans), std::mem::take(&mut self.kernels), self.trace.take()));
             return;
         }
         // What is on its way is ended; what can't be ended keeps its memory for ever.

@@ -137,6 +137,7 @@ pub struct PeerGroup<G: Peered + Nccl, B: Bootstrap> {
     /// Memory that others may still read.
     pub(super) kept: Vec<G::Memory>,
     trace: Option<Trace<G>>,
+    pid: u32,
 }
 
 impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
@@ -192,7 +193,23 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
             ended: None,
             kept: Vec::new(),
             trace: None,
+            pid: std::process::id(),
         })
+    }
+
+    /// Check that this process was not forked from the one that joined.
+    pub(super) fn check_process(&self) -> Result<(), GpuError> {
+        if self.pid == std::process::id() { Ok(()) } else { Err(GpuError::Forked) }
+    }
+
+    /// Forget all that drops would end on the GPU or for the other ranks: in a forked child it is the parent's.
+    pub(super) fn forget(&mut self) {
+        std::mem::forget((std::mem::take(&mut self.flights), std::mem::take(&mut self.kept)));
+        std::mem::forget((std::mem::take(&mut self.work), std::mem::take(&mut self.pins)));
+        std::mem::forget((std::mem::take(&mut self.plans), std::mem::take(&mut self.kernels)));
+        std::mem::forget((self.staging.take(), self.trace.take()));
+        std::mem::forget(std::mem::replace(&mut self.direct, Err(WhyStaged::Asked)));
+        std::mem::forget(std::mem::replace(&mut self.nccl, Err(String::new())));
     }
 
     /// Return the GPU.

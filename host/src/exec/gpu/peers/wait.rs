@@ -63,6 +63,7 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         let each = OpDesc::all_reduce(dtype, op, 1).element_bytes();
         let range = self.gpu.addresses(&shared.own);
         let desc = OpDesc::all_reduce(dtype, op, (range.end - range.start) / each as u64);
+        self.check_process()?;
         let way = self.explain(shared, &desc, algo).way;
         if let Ok(Way::Staged(_)) = &way {
             return self.staged(shared, (&desc, way.unwrap_or(Way::Nccl)), after, deadline);
@@ -163,6 +164,7 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
 
     /// Let go of what is done, and note the first operation that has not become what it should.
     fn land(&mut self) -> Result<(), PeerError> {
+        self.check_process()?;
         if let (Ok(comm), true) = (&self.nccl, self.flights.iter().any(|flight| flight.path == Path::Nccl))
             && self.ended.is_none()
             && let Err(error) = self.gpu.nccl_is_ready(comm)
@@ -290,6 +292,9 @@ impl From<PeerError> for Leaving {
 
 impl<G: Peered + Nccl, B: Bootstrap> Drop for PeerGroup<G, B> {
     fn drop(&mut self) {
+        if self.check_process().is_err() {
+            return self.forget();
+        }
         if self.land().is_err() || !self.flights.is_empty() {
             self.give_up(GpuError::Cancelled.into());
         }

@@ -1,0 +1,96 @@
+//! Ranks in a process that has no descriptor left: connections wait, nobody is called lost, and no thread spins.
+//!
+//! One test, alone in its process, whose descriptors it takes.
+
+mod common;
+
+use common::{Cluster, by_packets};
+use std::fs::File;
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::sync::Barrier;
+use std::thread;
+use std::time::{Duration, Instant};
+use sumac::{Algo, Communicator, JoinConfig, ReduceOp};
+
+const RANKS: u32 = 3;
+const LEN: usize = 10_000;
+/// Connections that wait at each port.
+const WAITING: usize = 4;
+/// How long they wait. A thread that spins uses all of it.
+const WHILE: Duration = Duration::from_secs(1);
+
+/// Return the time that this process has had on processors.
+fn cpu_time() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the time has its place.
+    assert_eq!(unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) }, 0);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// Return where the kernel has sockets of this process that listen, but for the controller's.
+fn ports(controller: SocketAddr) -> Vec<SocketAddr> {
+    let links = std::fs::read_dir("/proc/self/fd").expect("a list").flatten();
+    let own: Vec<_> =
+        links.filter_map(|fd| std::fs::read_link(fd.path()).ok()?.into_os_string().into_string().ok()).collect();
+    let table = std::fs::read_to_string("/proc/self/net/tcp").expect("a table");
+    let listens = table.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let listens = listens.filter(|fields| fields[3] == "0A" && own.contains(&format!("socket:[{}]", fields[9])));
+    let port = |fields: Vec<&str>| u16::from_str_radix(fields[1].rsplit(':').next()?, 16).ok();
+    let addresses = listens.filter_map(port).map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
+    addresses.filter(|address| *address != controller).collect()
+}
+
+/// Take every descriptor that the process may have.
+fn take_all() -> Vec<File> {
+    std::iter::from_fn(|| File::open("/dev/null").ok()).collect()
+}
+
+fn sum(comm: &Communicator) {
+    let mut values = vec![comm.rank() + 1; LEN];
+    comm.all_reduce(&mut values, ReduceOp::Sum).expect("nobody is lost");
+    assert_eq!(values, [RANKS * (RANKS + 1) / 2; LEN]);
+}
+
+#[test]
+fn accept_loops_without_descriptors_rest_and_recover() {
+    let limit = libc::rlimit { rlim_cur: 512, rlim_max: 512 };
+    // SAFETY: the limit is read only.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
+    let cluster = Cluster::start(1, RANKS as usize);
+    let controller = cluster.controller.local_addr();
+    let gate = Barrier::new(RANKS as usize + 1);
+    let configure = |config: &mut JoinConfig| {
+        by_packets(config);
+        config.algo = Algo::Ring;
+        config.deadline = Duration::from_secs(60);
+    };
+    let rank = |comm: Communicator| {
+        gate.wait();
+        gate.wait();
+        // All connect to each other now, among strangers, with descriptors again.
+        sum(&comm);
+        sum(&comm);
+        comm.leave();
+    };
+    thread::scope(|scope| {
+        let job = scope.spawn(|| cluster.run("short", RANKS, configure, rank));
+        gate.wait();
+        let ports = ports(controller);
+        assert!(ports.len() >= 2 * RANKS as usize, "{ports:?}");
+        // The descriptors for this end of the connections are the last.
+        let mut taken = take_all();
+        let mut strangers = Vec::new();
+        for port in ports.iter().flat_map(|port| [port; WAITING]) {
+            taken.pop();
+            strangers.push(TcpStream::connect(port).expect("it listens"));
+        }
+        taken.extend(take_all());
+        let before = (Instant::now(), cpu_time());
+        thread::sleep(WHILE);
+        let used = (before.0.elapsed(), cpu_time() - before.1);
+        drop(taken);
+        assert!(used.1 < used.0 / 4, "{:?} of {:?} on processors while nothing goes on", used.1, used.0);
+        gate.wait();
+        job.join().expect("a rank panicked");
+    });
+}

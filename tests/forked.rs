@@ -1,0 +1,193 @@
+//! Processes that are forked from a rank: what they drop and call is nobody's business but theirs.
+//!
+//! One test, alone in its process: children are forked while ranks, devices and controller have threads, and hold locks.
+
+mod common;
+
+use common::{Cluster, by_packets};
+use std::sync::Barrier;
+use std::sync::mpsc::channel;
+use std::thread;
+use std::time::{Duration, Instant};
+use sumac::comm::{ControllerState, Handle};
+use sumac::controller::ControllerConfig;
+use sumac::{Algo, Attach, Buffer, CallOptions, Communicator, Error, JoinConfig, OpDesc, ReduceOp};
+use sumac_firmware::emulated::BusConfig;
+use sumac_hal::op::Dtype;
+
+const RANKS: u32 = 3;
+const LEN: usize = 50_000;
+/// Longer than a child takes that waits for nothing.
+const CHILD_LIMIT: Duration = Duration::from_secs(30);
+
+/// What a child says by its end.
+const ALL_WELL: i32 = 0;
+/// A check of this number failed.
+const CHECKS: i32 = 1;
+const PANIC: i32 = 100;
+/// A signal of this number ended it; SIGKILL: it hung.
+const SIGNALS: i32 = 200;
+
+/// Run `child` in a forked process, and return what it says; it has `CHILD_LIMIT`.
+///
+/// It runs beside copies of locks that other threads may have held: `child` is to take none of its parent's.
+fn forked(child: impl FnOnce() -> i32) -> i32 {
+    // SAFETY: the C library's own locks are in order in the child, and it ends without running anything of its parent's.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).unwrap_or(PANIC);
+        // SAFETY: ends the process at once.
+        unsafe { libc::_exit(code) };
+    }
+    assert!(pid > 0, "no process: {}", std::io::Error::last_os_error());
+    let until = Instant::now() + CHILD_LIMIT;
+    let mut is_killed = false;
+    loop {
+        let mut status = 0;
+        // SAFETY: the status has its place.
+        match unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) } {
+            0 if Instant::now() < until || is_killed => thread::yield_now(),
+            0 => {
+                is_killed = true;
+                // SAFETY: it is this process's child, and not waited for.
+                unsafe { libc::kill(pid, libc::SIGKILL) };
+            }
+            _ if libc::WIFEXITED(status) => return libc::WEXITSTATUS(status),
+            _ => return SIGNALS + libc::WTERMSIG(status),
+        }
+    }
+}
+
+/// All that a program has of a communicator.
+struct All {
+    split: Communicator,
+    handle: Handle<Vec<u32>>,
+    buffer: Buffer<u32>,
+    comm: Communicator,
+}
+
+/// Try everything in a child; return the number of the first check that fails.
+fn use_and_drop(all: All) -> i32 {
+    let All { split, mut handle, mut buffer, comm } = all;
+    let is_forked = |result: Result<(), Error>| result == Err(Error::Forked);
+    let desc = OpDesc::all_reduce(Dtype::U32, ReduceOp::Sum, LEN as u64);
+    let mut values = vec![1_u32; LEN];
+    let checks = [
+        buffer.iter().all(|&x| x == 7),
+        is_forked(comm.all_reduce(&mut values, ReduceOp::Sum).map(drop)),
+        is_forked(comm.all_reduce(&mut buffer, ReduceOp::Sum).map(drop)),
+        is_forked(comm.run(&desc, bytemuck::cast_slice_mut(&mut values), &CallOptions::default()).map(drop)),
+        is_forked(comm.start_all_reduce(vec![1_u32; LEN], ReduceOp::Sum).map(drop)),
+        is_forked(comm.send(&[1_u32], (comm.rank() + 1) % RANKS, 0)),
+        is_forked(comm.start_receive::<u32>(1, (comm.rank() + 1) % RANKS, 0).map(drop)),
+        is_forked(comm.alloc::<u32>(LEN).map(drop)),
+        is_forked(split.barrier().map(drop)),
+        comm.split(Some(0), 0).is_err() && comm.shrink().is_err(),
+        comm.explain(&desc, Algo::Auto).chosen.is_none(),
+        matches!(comm.controller(), ControllerState::Refused { .. }) && comm.queue_place().is_none(),
+        comm.repairs() == sumac::comm::Repairs::default() && comm.name() == "forked" && split.name() == "forked/0.0",
+        values == [1; LEN] && buffer.iter().all(|&x| x == 7),
+        handle.test(),
+        is_forked(handle.wait().map(drop)),
+    ];
+    comm.canceller().cancel();
+    split.leave();
+    drop(comm);
+    drop(buffer);
+    checks.iter().position(|&holds| !holds).map_or(ALL_WELL, |check| CHECKS + check as i32)
+}
+
+fn by_reference(config: &mut JoinConfig) {
+    config.attach = Attach::Shm;
+}
+
+fn sum(comm: &Communicator) {
+    let mut values = vec![comm.rank() + 1; LEN];
+    let outcome = comm.all_reduce(&mut values, ReduceOp::Sum).expect("nobody is lost");
+    assert_eq!(values, [RANKS * (RANKS + 1) / 2; LEN]);
+    assert!(!outcome.repaired && outcome.fallback.is_none(), "{outcome:?}");
+}
+
+/// Fork while all ranks have something in flight, and the one that forks is in the middle of a call.
+fn children_of_ranks(cluster: &Cluster, configure: fn(&mut JoinConfig)) {
+    let gate = Barrier::new(RANKS as usize);
+    let configure = |config: &mut JoinConfig| {
+        configure(config);
+        config.deadline = Duration::from_secs(60);
+    };
+    let is_registered = {
+        let mut config = JoinConfig::new(cluster.controller.local_addr(), "", 0, RANKS);
+        configure(&mut config);
+        config.attach == Attach::Shm
+    };
+    cluster.run("forked", RANKS, configure, |comm| {
+        sum(&comm);
+        let split = comm.split(Some(0), 0).expect("all are there").expect("a color");
+        let mut buffer = comm.alloc::<u32>(LEN).expect("memory");
+        buffer.fill(7);
+        assert_eq!(buffer.is_registered(), is_registered);
+        let handle = comm.start_all_reduce(vec![comm.rank() + 1; LEN], ReduceOp::Sum).expect("in flight");
+        gate.wait();
+        if comm.rank() != 0 {
+            gate.wait();
+            sum(&comm);
+            return rest(comm, split, handle, &buffer);
+        }
+        let all = All { split, handle, buffer, comm };
+        // The child's copies are dropped there; these are this process's.
+        let all = std::mem::ManuallyDrop::new(all);
+        let mut code = None;
+        thread::scope(|scope| {
+            let (begun, begins) = channel();
+            let comm = &all.comm;
+            // Waits for the others, with the communicator locked.
+            let call = scope.spawn(move || {
+                begun.send(()).expect("the test listens");
+                sum(comm);
+            });
+            begins.recv().expect("it begins");
+            // SAFETY: the child takes its own copy, and the parent's stays.
+            let child = || use_and_drop(unsafe { std::ptr::read(&raw const *all) });
+            code = (0..10).map(|_| forked(child)).find(|&code| code != ALL_WELL);
+            gate.wait();
+            call.join().expect("no panic");
+        });
+        let All { split, handle, buffer, comm } = std::mem::ManuallyDrop::into_inner(all);
+        rest(comm, split, handle, &buffer);
+        assert_eq!(code, None, "the number of the check that failed, and {CHECKS}");
+    });
+}
+
+/// What was begun ends well, and so does all that follows.
+fn rest(comm: Communicator, split: Communicator, handle: Handle<Vec<u32>>, buffer: &Buffer<u32>) {
+    let (values, outcome) = handle.wait().expect("nobody is lost");
+    assert_eq!(values, [RANKS * (RANKS + 1) / 2; LEN]);
+    assert!(!outcome.repaired);
+    (0..20).for_each(|_| sum(&comm));
+    sum(&split);
+    assert!(buffer.iter().all(|&x| x == 7));
+    assert_eq!(comm.repairs(), sumac::comm::Repairs::default());
+    split.leave();
+    comm.leave();
+}
+
+#[test]
+fn forked_processes_change_nothing_for_their_parents() {
+    for configure in [by_reference as fn(&mut JoinConfig), by_packets] {
+        let cluster = Cluster::start_on(1, RANKS as usize, BusConfig::default(), ControllerConfig::new());
+        children_of_ranks(&cluster, configure);
+        // Devices and controller have threads, which no child has.
+        let cluster = std::mem::ManuallyDrop::new(cluster);
+        let code = forked(|| {
+            // SAFETY: the child takes its own copy, and the parent's stays.
+            drop(unsafe { std::ptr::read(&raw const *cluster) });
+            ALL_WELL
+        });
+        assert_eq!(code, ALL_WELL);
+        let cluster = std::mem::ManuallyDrop::into_inner(cluster);
+        cluster.run("after", RANKS, configure, |comm| {
+            sum(&comm);
+            comm.leave();
+        });
+    }
+}
