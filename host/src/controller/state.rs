@@ -84,6 +84,8 @@ struct Job {
     suspected: bool,
     /// Whether its ranks were told that the job is over.
     is_over: bool,
+    /// Whether they were told that one of them is lost: others end for that.
+    has_lost: bool,
     /// The ranks that wait for another tree than this view's.
     waiting: BTreeSet<Rank>,
     /// Those of them that wait no more, and from when on the wishes are void if no other rank does.
@@ -128,6 +130,7 @@ impl Job {
             view: 0,
             suspected: false,
             is_over: false,
+            has_lost: false,
             waiting: BTreeSet::new(),
             forgone: BTreeSet::new(),
             forgone_until: None,
@@ -374,7 +377,11 @@ impl State {
         let is_begun = job.placement.is_some();
         if is_begun {
             if !clean {
-                tracing::warn!(job = name, %rank, "rank is lost");
+                if std::mem::replace(&mut job.has_lost, true) || job.is_over {
+                    tracing::info!(job = name, %rank, "rank has ended without leaving, as its job has failed");
+                } else {
+                    tracing::warn!(job = name, %rank, "rank is lost");
+                }
                 job.tell(&ClientReply::RankLost(rank));
             }
             job.refuse_waiting(name, rank);

@@ -1,0 +1,206 @@
+//! A rank whose process is stopped in the middle of an operation and goes on later, as under a debugger or a scheduler of
+//! jobs: the others wait for it, also to leave, and nobody's result is wrong or lost.
+
+mod common;
+
+use common::{Server, serve};
+use rustix::process::{Pid, Signal, getpid, getppid, kill_process, set_parent_process_death_signal};
+use serde::{Deserialize, Serialize};
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::Duration;
+use sumac::controller::proto::Attach;
+use sumac::{Communicator, JoinConfig, ReduceOp};
+
+const RANKS: u32 = 3;
+
+/// The rank that is stopped.
+const STOPPED: usize = 1;
+
+/// Long enough for a machine that does something else first; a test that works never waits for it.
+const LONG: Duration = Duration::from_secs(60);
+
+/// How long a rank is stopped: longer than a hop may be silent.
+const AWAY: Duration = Duration::from_secs(7);
+
+/// How long ranks are watched that are not to leave yet.
+const WATCHED: Duration = Duration::from_secs(1);
+
+/// The variable that holds a rank's task.
+const TASK: &str = "SUMAC_TEST_SUSPENDED";
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Task {
+    controller: SocketAddr,
+    rank: u32,
+    by_packets: bool,
+    work: Work,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+enum Work {
+    /// Add up many times, and say so before each.
+    Rounds(u64),
+    /// Add up once; one rank stops itself between its contribution and the result.
+    StopBeforeTheResult,
+}
+
+#[test]
+#[ignore = "a rank of other tests"]
+fn rank_process() {
+    let task = std::env::var(TASK).expect("started by a test");
+    let (parent, task): (i32, Task) = serde_json::from_str(&task).expect("a task");
+    // It ends with the test, also with one that does not come to kill it.
+    set_parent_process_death_signal(Some(Signal::KILL)).expect("any process may");
+    if getppid().map(Pid::as_raw_pid) == Some(parent) {
+        work(&task);
+    }
+}
+
+fn value(rank: u32, round: u64, element: usize) -> u64 {
+    (u64::from(rank) + 1).wrapping_mul(1_000_003).wrapping_add(round * 7919 + element as u64 * 31)
+}
+
+fn check(values: &[u64], round: u64) {
+    let sum = |element| (0..RANKS).fold(0, |sum: u64, rank| sum.wrapping_add(value(rank, round, element)));
+    let wrong = (0..values.len()).find(|&element| values[element] != sum(element));
+    assert_eq!(wrong, None, "an element of round {round} is wrong");
+}
+
+fn work(task: &Task) {
+    let config = JoinConfig {
+        attach: if task.by_packets { Attach::Udp } else { Attach::Shm },
+        deadline: LONG,
+        ..JoinConfig::new(task.controller, "suspended", task.rank, RANKS)
+    };
+    let comm = Communicator::join(config).expect("join");
+    let input = |len, round| (0..len).map(|element| value(task.rank, round, element)).collect::<Vec<_>>();
+    match task.work {
+        Work::Rounds(rounds) => {
+            for round in 0..rounds {
+                println!("=round");
+                let mut values = input(1 << 17, round);
+                comm.all_reduce(&mut values, ReduceOp::Sum).expect("a sum");
+                check(&values, round);
+            }
+        }
+        Work::StopBeforeTheResult => {
+            comm.barrier().expect("all are there");
+            let handle = comm.start_all_reduce(input(256, 0), ReduceOp::Sum).expect("room");
+            if task.rank as usize == STOPPED {
+                println!("=stops");
+                kill_process(getpid(), Signal::STOP).expect("it is ours");
+            }
+            check(&handle.wait().expect("a sum").0, 0);
+        }
+    }
+    println!("=done");
+    println!("={:?}", comm.leave_within(LONG));
+}
+
+/// A running rank, which is killed with the test if nothing ended it before.
+struct Member {
+    process: Child,
+    lines: Receiver<String>,
+}
+
+impl Member {
+    fn start(task: &Task) -> Self {
+        let mut process = Command::new(std::env::current_exe().expect("the test program"))
+            .args(["--quiet", "--exact", "--ignored", "--nocapture", "--test-threads=1", "rank_process"])
+            .env(TASK, serde_json::to_string(&(std::process::id(), task)).expect("plain values"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("a process");
+        let from = BufReader::new(process.stdout.take().expect("piped"));
+        let (to, lines) = channel();
+        // Ends with the rank.
+        std::thread::spawn(move || {
+            let lines = from.lines().map_while(Result::ok);
+            // The harness has written the beginning of the line.
+            lines.filter_map(|line| Some(line.split_once('=')?.1.to_owned())).try_for_each(|line| to.send(line))
+        });
+        Self { process, lines }
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.process), signal).expect("it is ours");
+    }
+
+    fn expect(&self, expected: &str) {
+        assert_eq!(self.lines.recv_timeout(LONG).as_deref(), Ok(expected));
+    }
+
+    fn end(mut self) {
+        self.expect("done");
+        self.expect("Settled");
+        assert!(self.process.wait().expect("it is ours").success());
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        // Fails if it has ended.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// Start a controller, a device and the ranks.
+fn start(by_packets: bool, work: Work) -> (Server, Server, Vec<Member>) {
+    let mut controller = serve(&["controller", "--listen", "127.0.0.1:0", "--prefer-tree"]);
+    let line = controller.line();
+    let addr: SocketAddr = line.strip_prefix("listening ").and_then(|addr| addr.parse().ok()).expect("an address");
+    let mut device = serve(&["device", "--name", "device", "--controller", &addr.to_string()]);
+    assert_eq!(device.line(), "ready device");
+    let task = |rank| Task { controller: addr, rank, by_packets, work };
+    let members = (0..RANKS).map(|rank| Member::start(&task(rank))).collect();
+    (controller, device, members)
+}
+
+#[test]
+fn rank_stopped_in_an_operation_goes_on_with_it() {
+    const ROUNDS: u64 = 6;
+    for by_packets in [true, false] {
+        let (_controller, _device, members) = start(by_packets, Work::Rounds(ROUNDS));
+        for round in 0..ROUNDS {
+            members.iter().for_each(|member| member.expect("round"));
+            if round == 2 {
+                members[STOPPED].signal(Signal::STOP);
+                // How long it is away is chosen here.
+                std::thread::sleep(AWAY);
+                members[STOPPED].signal(Signal::CONT);
+            }
+        }
+        members.into_iter().for_each(Member::end);
+    }
+}
+
+/// The others have the last result, and stay until the one that is stopped has it: also where the device dies meanwhile.
+#[test]
+fn ranks_that_leave_wait_for_a_stopped_one() {
+    for (by_packets, dies) in [(true, false), (false, false), (true, true), (false, true)] {
+        let (_controller, device, members) = start(by_packets, Work::StopBeforeTheResult);
+        members[STOPPED].expect("stops");
+        let others = || members.iter().enumerate().filter(|(nth, _)| *nth != STOPPED).map(|(_, member)| member);
+        others().for_each(|member| member.expect("done"));
+        let _device = if dies {
+            device.kill();
+            None
+        } else {
+            Some(device)
+        };
+        for member in others() {
+            let left = member.lines.recv_timeout(WATCHED);
+            assert_eq!(left, Err(RecvTimeoutError::Timeout), "by packets: {by_packets}, device dies: {dies}");
+        }
+        members[STOPPED].signal(Signal::CONT);
+        members[STOPPED].expect("done");
+        for member in &members {
+            assert_eq!(member.lines.recv_timeout(LONG).as_deref(), Ok("Settled"), "device dies: {dies}");
+        }
+    }
+}
