@@ -416,8 +416,14 @@ impl Core {
             let (job, rank) = (&self.config.job, self.config.rank);
             tracing::debug!(job, rank, %desc, %error, "communicator ends");
         }
+        let had_ended = self.ended.is_some();
         self.note_end(&error);
-        error
+        match &self.ended {
+            Some(Error::OutcomeUnknown { fresh, .. }) if !had_ended && !error.says_fresh() && self.is_in_doubt() => {
+                Error::OutcomeUnknown { desc: *desc, waited: begun.at.elapsed(), fresh: fresh.clone() }
+            }
+            _ => error,
+        }
     }
 
     /// Remember the error that ends the communicator. Buffers go back to the caller, so nobody else may write there.
@@ -429,6 +435,10 @@ impl Core {
             }
             self.tree.iter_mut().for_each(Tree::retire);
             self.parley.iter().for_each(Parley::end);
+            if self.is_in_doubt() && !error.says_fresh() {
+                let (desc, waited, fresh) = (OpDesc::barrier(), Duration::ZERO, Fresh::Unspecified);
+                self.ended = Some(Error::OutcomeUnknown { desc, waited, fresh });
+            }
         }
         if matches!(error, Error::Cancelled) {
             // Without a word of leaving: the controller tells the others that this rank is lost.

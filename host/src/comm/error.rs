@@ -61,12 +61,16 @@ pub enum Error {
         /// What the buffer holds.
         fresh: Fresh,
     },
-    /// The ranks did not agree in time on what became of the operation; others may have completed it.
-    #[error("it is not known whether {desc} completed at other ranks: they did not agree within {} ms; {fresh}", waited.as_millis())]
+    /// The ranks did not agree in time on what became of the operation, or a device went on while memory was taken from
+    /// it, and nobody has the result that it wrote; others may have completed the operation.
+    #[error(
+        "it is not known whether {desc} completed at other ranks: after {} ms they do not agree on its result, or nobody has it any more; {fresh}",
+        waited.as_millis()
+    )]
     OutcomeUnknown {
         /// The operation.
         desc: OpDesc,
-        /// How long it was given.
+        /// How long it has taken to find out.
         waited: Duration,
         /// What the buffer holds.
         fresh: Fresh,
@@ -185,6 +189,11 @@ impl fmt::Display for Fresh {
 }
 
 impl Error {
+    /// Tell whether it says what the output holds.
+    pub(super) const fn says_fresh(&self) -> bool {
+        matches!(self, Self::RanksFailed { .. } | Self::Partitioned { .. } | Self::OutcomeUnknown { .. })
+    }
+
     /// The same for a call whose output is like this.
     pub(super) fn with_fresh(mut self, known: Fresh) -> Self {
         if let Self::RanksFailed { fresh, .. } | Self::Partitioned { fresh, .. } | Self::OutcomeUnknown { fresh, .. } =

@@ -350,7 +350,7 @@ impl Live<'_> {
             let bytes = &self.bytes[value];
             let span = Span { address: to, len_bytes: bytes.len() as u64 };
             engine.with_local(span, nothing_at(to), |acc, _| acc.copy_from_slice(bytes))?;
-            draft.push(Step::Publish { dst: self.redo_address(index), words: self.record(index, redo.rounded) });
+            draft.push(self.publication(index, redo.rounded));
             draft.plan.publishes = true;
         }
         // After a failure one at a time, so that memory that can't be written to is in nobody's way.
