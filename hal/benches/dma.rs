@@ -137,7 +137,7 @@ impl Reducer {
         let (op, f32) = (ReduceOp::Sum, Dtype::F32);
         let input = |rank: usize| address(1 + rank, offset_bytes);
         self.steps.clear();
-        self.steps.push(Step::Publish { dst: header, words: [0, 0] });
+        self.steps.push(Step::Publish { dst: header, words: [0, 0], covers: Default::default() });
         self.steps.push(Step::Load { source: f32, accumulator: f32, src: input(0), dst: acc, count });
         self.steps.extend((1..ranks).map(|rank| Step::Reduce {
             op,
@@ -149,7 +149,7 @@ impl Reducer {
         }));
         let all = ranks as u32;
         self.steps.push(Step::Store { op, accumulator: f32, output: f32, src: acc, dst: acc, count, ranks: all });
-        self.steps.push(Step::Publish { dst: header, words: [1, seq] });
+        self.steps.push(Step::Publish { dst: header, words: [1, seq], covers: Default::default() });
         self.steps.extend((0..ranks).map(|rank| Step::Copy { src: acc, dst: input(rank), len_bytes: count * 4 }));
         let tag = Tag { seq, slot, attempt: 0 };
         self.engine.submit(Chain { tag, scope: Scope(0), steps: &self.steps }).expect("room for a chain a slot");

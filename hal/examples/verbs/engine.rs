@@ -101,7 +101,7 @@ fn reduce(engine: &mut PeerEngine, ranks: &[Rank; 2]) {
     for chunk in 0..chunks {
         let offset = chunk * u64::from(CHUNK);
         let pull = [
-            Step::Publish { dst: at(OWN, RECORD), words: [0, 0] },
+            Step::Publish { dst: at(OWN, RECORD), words: [0, 0], covers: Default::default() },
             copy(at(one.key, offset), at(OWN, ACCUMULATOR)),
             copy(at(two.key, offset), at(OWN, PULLED)),
         ];
@@ -117,7 +117,7 @@ fn reduce(engine: &mut PeerEngine, ranks: &[Rank; 2]) {
         let (to, from) = (span(ACCUMULATOR, u64::from(CHUNK)), span(PULLED, u64::from(CHUNK)));
         engine.with_local(to, from, xor).expect("nothing else is at it");
         let write = [
-            Step::Publish { dst: at(OWN, RECORD), words: [chunk + 1, chunk] },
+            Step::Publish { dst: at(OWN, RECORD), words: [chunk + 1, chunk], covers: Default::default() },
             copy(at(OWN, ACCUMULATOR), at(one.key, offset)),
             copy(at(OWN, ACCUMULATOR), at(two.key, offset)),
         ];

@@ -1,6 +1,6 @@
 //! What an engine can do, and the check of a step against it.
 
-use super::{Address, Status, Step};
+use super::{Address, Covers, Status, Step};
 use crate::op::{Dtype, ReduceOp};
 use crate::reduce::Kernel;
 use core::fmt;
@@ -149,7 +149,8 @@ impl Capabilities {
         if !self.supports(step) {
             return Err(Status::Unsupported);
         }
-        let longest = step.src_len_bytes().max(step.dst_len_bytes());
+        let covers = if let Step::Publish { covers, .. } = *step { covers } else { Covers::NOTHING };
+        let longest = step.src_len_bytes().max(step.dst_len_bytes()).max(covers.len_bytes.into());
         if longest == 0 || longest > u64::from(self.max_len_bytes) {
             return Err(Status::TooLong);
         }
@@ -158,6 +159,10 @@ impl Capabilities {
         let word = matches!(step, Step::Publish { .. }) && !step.dst().offset_bytes.is_multiple_of(8);
         if word || misaligned(step.dst()) || step.src().is_some_and(misaligned) {
             return Err(Status::Misaligned);
+        }
+        // The words would be part of what they vouch for.
+        if !covers.is_nothing() && covers.skip_bytes < Covers::SKIP_MIN_BYTES {
+            return Err(Status::Overlap);
         }
         Ok(())
     }

@@ -16,11 +16,13 @@
 //! | 4 | 0..64 | source: offset in bytes; or the second word to publish |
 //! | 5 | 0..16, 32..64 | destination: region's index, generation |
 //! | 6 | 0..64 | destination: offset in bytes |
-//! | 7 | 0..32, 32..64 | length in bytes (copy) or elements; number of ranks (store) |
+//! | 7 | 0..32, 32..64 | length in bytes (copy, and what a publication covers) or elements; number of ranks (store), or
+//! how far behind the words a publication covers |
 //!
 //! All other bits are 0. Invariant: `parse` gives back what `emit` was given, and takes nothing else.
 
 use crate::op::{Dtype, ReduceOp};
+use crate::wire::crc32c;
 
 /// The words of a descriptor.
 pub const DESCRIPTOR_WORDS: usize = 8;
@@ -135,13 +137,55 @@ pub enum Step {
         /// How many ranks contributed.
         ranks: u32,
     },
-    /// Write two words, 8-byte aligned; the second, then the first, each in one piece.
+    /// Write two words, 8-byte aligned; the second, then the first, each in one piece. Where it covers bytes, a third
+    /// word comes before both: their CRC-32C (bits 0..32), and their length (bits 32..64).
     Publish {
         /// Where to.
         dst: Address,
         /// What.
         words: [u64; 2],
+        /// What the third word is about.
+        covers: Covers,
     },
+}
+
+/// The bytes that a publication vouches for, in the region that it is written to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Covers {
+    /// How far behind the publication's first byte they begin; at least [`Covers::SKIP_MIN_BYTES`].
+    pub skip_bytes: u32,
+    /// How many they are; 0 for none, and then there is no third word.
+    pub len_bytes: u32,
+}
+
+impl Covers {
+    /// No bytes.
+    pub const NOTHING: Self = Self { skip_bytes: 0, len_bytes: 0 };
+
+    /// The length of the three words.
+    pub const SKIP_MIN_BYTES: u32 = 24;
+
+    /// Return the third word of a publication that covers `bytes`: what its reader compares it with.
+    pub fn word(bytes: &[u8]) -> u64 {
+        Self::word_of(crc32c(bytes), bytes.len())
+    }
+
+    pub(crate) const fn word_of(crc: u32, len_bytes: usize) -> u64 {
+        (len_bytes as u64) << 32 | crc as u64
+    }
+
+    /// Return where the bytes begin, of a publication at `dst`; `None` where there is no such address.
+    pub const fn at(self, dst: Address) -> Option<Address> {
+        match dst.offset_bytes.checked_add(self.skip_bytes as u64) {
+            Some(offset_bytes) => Some(Address { offset_bytes, ..dst }),
+            None => None,
+        }
+    }
+
+    /// Tell whether there are none.
+    pub const fn is_nothing(self) -> bool {
+        self.len_bytes == 0
+    }
 }
 
 /// A list of steps under one tag.
@@ -236,7 +280,8 @@ impl Step {
             Self::Reduce { op, accumulator: dtype, count, .. } | Self::Store { op, output: dtype, count, .. } => {
                 len_bytes(dtype, Some(op), count)
             }
-            Self::Publish { .. } => 16,
+            Self::Publish { covers, .. } if covers.is_nothing() => 16,
+            Self::Publish { .. } => Covers::SKIP_MIN_BYTES as u64,
         }
     }
 
@@ -284,7 +329,14 @@ impl Step {
                 length: count,
                 ranks,
             },
-            Self::Publish { dst, words } => Fields { kind: PUBLISH, src: words, dst: at(dst), ..Fields::default() },
+            Self::Publish { dst, words, covers } => Fields {
+                kind: PUBLISH,
+                src: words,
+                dst: at(dst),
+                length: covers.len_bytes,
+                ranks: covers.skip_bytes,
+                ..Fields::default()
+            },
         }
     }
 }
@@ -366,7 +418,13 @@ fn parse_step(words: &[u64; DESCRIPTOR_WORDS]) -> Result<Step, DescriptorError> 
             count: length,
             ranks,
         },
-        PUBLISH => Step::Publish { dst: at(5)?, words: [words[3], words[4]] },
+        // What covers nothing begins nowhere.
+        PUBLISH if length == 0 && ranks != 0 => return Err(DescriptorError::Reserved(7)),
+        PUBLISH => Step::Publish {
+            dst: at(5)?,
+            words: [words[3], words[4]],
+            covers: Covers { skip_bytes: ranks, len_bytes: length },
+        },
         kind => return Err(DescriptorError::Kind(kind)),
     })
 }

@@ -10,7 +10,7 @@
 //! Load     bf16 -> f32      acc  =              <- input of child 0
 //! Reduce   sum, bf16, f32   acc +=              <- input of child 1
 //! Store    f32 -> bf16      result = round(acc)
-//! Publish  (epoch, seq)     header: result k
+//! Publish  (epoch, seq)     header: result k, and its checksum
 //! Copy                      result ->              output of rank 0 (in place: where input 0 was)
 //! Copy                      result ->              output of rank 1
 //! ```
@@ -45,7 +45,9 @@ pub(crate) mod shared;
 mod tests;
 
 pub use capabilities::{Capabilities, DtypeSet, OpSet, Profile};
-pub use descriptor::{Address, Chain, DESCRIPTOR_WORDS, Descriptor, DescriptorError, RegionKey, Scope, Step, Tag};
+pub use descriptor::{
+    Address, Chain, Covers, DESCRIPTOR_WORDS, Descriptor, DescriptorError, RegionKey, Scope, Step, Tag,
+};
 pub use memory::{Backing, DmaMemory};
 pub use processor::Processor;
 pub use region::{RegionError, RegionTable, RegisterError, Span};

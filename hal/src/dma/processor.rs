@@ -9,9 +9,10 @@
 //! - there is a place for the completion of every chain that is taken.
 
 use super::kernels::{Action, Elements, KEPT_LEN_BYTES, Workspace};
+use super::shared::covers_word;
 use super::{
-    Address, Capabilities, Chain, Completion, Engine, LocalMemory, Profile, RegionKey, Scope, Span, Status, Step,
-    SubmitError,
+    Address, Capabilities, Chain, Completion, Covers, Engine, LocalMemory, Profile, RegionKey, Scope, Span, Status,
+    Step, SubmitError,
 };
 use core::slice;
 use core::sync::atomic::{AtomicU64, Ordering, fence};
@@ -120,7 +121,7 @@ impl<'m, const REGIONS: usize, const COMPLETIONS: usize> Processor<'m, REGIONS, 
             Step::Load { source, accumulator, count, .. } => (Action::load(source, accumulator), count),
             Step::Reduce { op, source, accumulator, count, .. } => (Action::reduce(op, source, accumulator), count),
             Step::Store { op, output, ranks, count, .. } => (Action::store(op, output, ranks), count),
-            Step::Publish { words, .. } => return self.publish(step.dst(), words),
+            Step::Publish { words, covers, .. } => return self.publish(step.dst(), words, covers),
         };
         let (action, count) = (action.ok_or(Status::Unsupported)?, count as usize);
         let src = self.bytes(step.src().ok_or(Status::Unsupported)?, step.src_len_bytes())?;
@@ -150,14 +151,26 @@ impl<'m, const REGIONS: usize, const COMPLETIONS: usize> Processor<'m, REGIONS, 
         Ok(())
     }
 
-    /// Write two words so that they come after all writes before, and before all behind.
-    fn publish(&self, dst: Address, words: [u64; 2]) -> Result<(), Status> {
+    /// Write two words so that they come after all writes before, and before all behind; and before them what they cover.
+    fn publish(&self, dst: Address, words: [u64; 2], covers: Covers) -> Result<(), Status> {
+        let third = if covers.is_nothing() {
+            None
+        } else {
+            let at = covers.at(dst).ok_or(Status::OutOfBounds)?;
+            let covered = self.bytes(at, covers.len_bytes.into())?;
+            // SAFETY: the bytes lie in memory that is borrowed for 'm as atomics. Who writes there meanwhile, against the
+            // rules, gets a checksum that does not fit.
+            Some(unsafe { covers_word(covered.base, covered.len_bytes) })
+        };
         let place = self.places.get(usize::from(dst.region.index)).and_then(|place| place.memory);
         // `check` has seen to the alignment, `bytes` to the bounds and the generation.
         let first = dst.offset_bytes as usize / 8;
         let Some([to_first, to_second]) = place.and_then(|memory| memory.get(first..first + 2)) else {
             return Err(Status::OutOfBounds);
         };
+        if let (Some(third), Some(to_third)) = (third, place.and_then(|memory| memory.get(first + 2))) {
+            to_third.store(third.to_le(), Ordering::Release);
+        }
         to_second.store(words[1].to_le(), Ordering::Release);
         to_first.store(words[0].to_le(), Ordering::Release);
         // What follows in the chain overwrites what this told about.
@@ -257,13 +270,14 @@ mod tests {
             Step::Load { source, accumulator, src: at(RANK, 8), dst: at(OWN, 64), count: 2 },
             Step::Reduce { op, source, accumulator, src: at(RANK, 80), dst: at(OWN, 64), count: 2 },
             Step::Store { op, accumulator, output: Dtype::U64, src: at(OWN, 64), dst: at(OWN, 64), count: 2, ranks: 2 },
-            Step::Publish { dst: at(OWN, 0), words: [5, 6] },
+            Step::Publish { dst: at(OWN, 0), words: [5, 6], covers: Covers { skip_bytes: 64, len_bytes: 16 } },
             Step::Copy { src: at(OWN, 64), dst: at(RANK, 8), len_bytes: 16 },
         ];
         assert_eq!(run(&mut engine, &steps), (Status::Done, 5));
         let read = |memory: &[AtomicU64], at: usize| memory[at].load(Ordering::Relaxed);
         assert_eq!([0, 1, 2, 3].map(|at| read(&rank, at)), [0, 1 + 10, 2 + 11, 3], "only what was named");
-        assert_eq!([read(&own, 0), read(&own, 1), read(&own, 2)], [5, 6, 2]);
+        let result: Vec<u8> = [11_u64, 13].iter().flat_map(|value| value.to_ne_bytes()).collect();
+        assert_eq!([0, 1, 2, 3].map(|at| read(&own, at)), [5, 6, Covers::word(&result), 3]);
     }
 
     #[test]
@@ -277,8 +291,13 @@ mod tests {
         assert_eq!(ends(&mut engine, copy(at(RANK, 0), at(OWN, 512 - 15))), (Status::OutOfBounds, 1));
         assert_eq!(ends(&mut engine, copy(at(RANK, u64::MAX), at(OWN, 0))), (Status::OutOfBounds, 1));
         assert_eq!(ends(&mut engine, copy(at(OWN, 0), at(OWN, 8))), (Status::Overlap, 1));
-        let publish = Step::Publish { dst: at(OWN, 504), words: [1, 2] };
+        let publish = Step::Publish { dst: at(OWN, 504), words: [1, 2], covers: Default::default() };
         assert_eq!(ends(&mut engine, publish), (Status::OutOfBounds, 1));
+        let covering =
+            |dst, skip_bytes| Step::Publish { dst, words: [1, 2], covers: Covers { skip_bytes, len_bytes: 8 } };
+        assert_eq!(ends(&mut engine, covering(at(OWN, 0), 505)), (Status::OutOfBounds, 1));
+        assert_eq!(ends(&mut engine, covering(at(OWN, 496), 24)), (Status::OutOfBounds, 1));
+        assert_eq!(ends(&mut engine, covering(at(OWN, 0), 16)), (Status::Overlap, 1));
         let nobody = RegionKey { index: 2, generation: 1 };
         assert_eq!(ends(&mut engine, copy(at(nobody, 0), at(OWN, 0))), (Status::BadRegion, 1));
         assert!(engine.unmap(RANK) && !engine.unmap(RANK) && !engine.map(RANK, &rank), "a key is used once");
@@ -296,7 +315,7 @@ mod tests {
         let own = memory();
         let mut engine = Processor::<4, 2>::new(8);
         assert!(engine.map_local(OWN, &own));
-        let steps = [Step::Publish { dst: at(OWN, 0), words: [1, 1] }];
+        let steps = [Step::Publish { dst: at(OWN, 0), words: [1, 1], covers: Default::default() }];
         let chain = Chain { tag: Tag::default(), scope: Scope(0), steps: &steps };
         assert!(engine.submit(chain).is_ok() && engine.submit(chain).is_ok());
         assert!(matches!(engine.submit(chain), Err(SubmitError::Full { .. })));

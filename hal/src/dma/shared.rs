@@ -12,6 +12,8 @@
 //! What a byte is that a peer writes meanwhile: the old one or the new one. Bytes that belong together may be of
 //! different times. They are copied into memory of this side's own before anything is computed from them.
 
+use super::Covers;
+use crate::wire::Crc32c;
 use core::sync::atomic::{AtomicU8, Ordering};
 
 /// Copy `len_bytes` bytes between memory that others may read and write at the same time.
@@ -42,7 +44,25 @@ pub(crate) unsafe fn copy_in(to: *mut u8, from: &[u8]) {
     unsafe { transfer(to, from.as_ptr(), from.len()) }
 }
 
-/// The same by relaxed atomics: slow, and for every processor.
+/// Return [`Covers::word`](super::Covers::word) of bytes that others may write at the same time.
+///
+/// # Safety
+/// As many bytes from `from` on can be read by this process, whatever its peers do.
+pub(crate) unsafe fn covers_word(from: *const u8, len_bytes: usize) -> u64 {
+    let (mut crc, mut block) = (Crc32c::new(), [0; CRC_BLOCK_LEN_BYTES]);
+    for at in (0..len_bytes).step_by(CRC_BLOCK_LEN_BYTES) {
+        let block = &mut block[..CRC_BLOCK_LEN_BYTES.min(len_bytes - at)];
+        // SAFETY: the caller's promise, as the block ends before `len_bytes` do.
+        unsafe { copy_out(block, from.wrapping_add(at)) };
+        crc.update(block);
+    }
+    Covers::word_of(crc.value(), len_bytes)
+}
+
+/// Bytes that a checksum is taken of at a time: on the stack, which boards have little of.
+const CRC_BLOCK_LEN_BYTES: usize = if cfg!(feature = "std") { 4096 } else { 512 };
+
+/// [`transfer`] by relaxed atomics: slow, and for every processor.
 ///
 /// # Safety
 /// As [`transfer`].

@@ -37,10 +37,16 @@ fn golden_words_of_every_kind() {
         assert_eq!(descriptor(step, more).emit(), words, "{step:?}");
         assert_eq!(Descriptor::parse(&words), Ok(descriptor(step, more)));
     }
-    let publish = Step::Publish { dst, words: [1, u64::MAX] };
-    let words = [0xcdef_ab00_0000_0005, 0x1122_3344_5566_7788, 0x6_0000_0005, 1, u64::MAX, 0x9_0000_0004, 0x2000, 0];
-    assert_eq!(descriptor(publish, false).emit(), words);
-    assert_eq!(Descriptor::parse(&words), Ok(descriptor(publish, false)));
+    let covers = [Covers::NOTHING, Covers { skip_bytes: 64, len_bytes: 99 }];
+    for (covers, last) in covers.into_iter().zip([0, 64 << 32 | 99]) {
+        let publish = Step::Publish { dst, words: [1, u64::MAX], covers };
+        let head = [0xcdef_ab00_0000_0005, 0x1122_3344_5566_7788, 0x6_0000_0005];
+        let words = [head[0], head[1], head[2], 1, u64::MAX, 0x9_0000_0004, 0x2000, last];
+        assert_eq!(descriptor(publish, false).emit(), words);
+        assert_eq!(Descriptor::parse(&words), Ok(descriptor(publish, false)));
+    }
+    let nowhere = [5, 0, 0, 1, 2, 0x9_0000_0004, 0x2000, 64 << 32];
+    assert_eq!(Descriptor::parse(&nowhere), Err(DescriptorError::Reserved(7)), "what covers nothing begins nowhere");
 }
 
 proptest! {
@@ -90,7 +96,7 @@ fn profiles_differ_in_what_they_reduce() {
     let store = |ranks| Step::Store { op, accumulator: Dtype::F32, output: Dtype::F16, src, dst, count: 4, ranks };
     let steps = [
         (Step::Copy { src, dst, len_bytes: 4 }, [true, true, true]),
-        (Step::Publish { dst, words: [0; 2] }, [true, true, true]),
+        (Step::Publish { dst, words: [0; 2], covers: Default::default() }, [true, true, true]),
         (reduce(Dtype::F32, Dtype::F32), [false, true, true]),
         (reduce(Dtype::Bf16, Dtype::Bf16), [false, true, true]),
         (reduce(Dtype::Bf16, Dtype::F32), [false, false, true]),
@@ -120,7 +126,11 @@ fn lengths_and_alignment_are_checked() {
     assert_eq!(copy(0, 4097), Err(Status::TooLong));
     assert_eq!(copy(0, 0), Err(Status::TooLong));
     assert_eq!(copy(32, 64), Err(Status::Misaligned));
-    let word = Capabilities::new(Profile::Full, 8, 8).check(&Step::Publish { dst: at(0, 1, 4), words: [0; 2] });
+    let word = Capabilities::new(Profile::Full, 8, 8).check(&Step::Publish {
+        dst: at(0, 1, 4),
+        words: [0; 2],
+        covers: Default::default(),
+    });
     assert_eq!(word, Err(Status::Misaligned));
     // An accumulator is wider than its source, and counts as well.
     let wide =

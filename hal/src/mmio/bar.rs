@@ -15,11 +15,11 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 /// "SUMA" in ASCII, the first byte lowest.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"SUMA");
 
-/// Layouts of another major version are refused.
-pub const VERSION_MAJOR: u16 = 1;
+/// Layouts of another major version are refused. Since 2, the records of redo slots have checksums of their results.
+pub const VERSION_MAJOR: u16 = 2;
 
 /// A later minor version only gives a meaning to what was reserved.
-pub const VERSION_MINOR: u16 = 3;
+pub const VERSION_MINOR: u16 = 0;
 
 /// The most queues of a function: the admin queue, and one for each of the device's shards.
 pub const QUEUES_MAX: u32 = 64;

@@ -62,7 +62,7 @@ fn golden_registers() {
     let dma = config().dma;
     assert_eq!((Features::ARENA.bits(), Features::SILENT.bits()), (0x20, 0x40));
     let expected = [
-        (0x00, 0x0001_0003_414d_5553),
+        (0x00, 0x0002_0000_414d_5553),
         (0x08, 0x1122_3344_5566_7788),
         (0x10, 0x2000 + 3 * 0x1000),
         (0x18, 0x1_0000_0003),
@@ -146,8 +146,8 @@ fn a_function_that_cannot_be_is_not_made() {
 #[test]
 fn each_wrong_register_is_named() {
     let cases = [
-        (0x00, 0x0001_0000_4141_5553, "no Sumac device"),
-        (0x00, 0x0002_0000_414d_5553, "version 2.0"),
+        (0x00, 0x0002_0000_4141_5553, "no Sumac device"),
+        (0x00, 0x0001_0003_414d_5553, "version 1.3"),
         (0x10, 0x4000, "0x10"),
         (0x18, 0x0_0000_0003, "not ready"),
         (0x18, 0x5_0000_0003, "not ready"),

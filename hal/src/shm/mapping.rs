@@ -2,18 +2,22 @@
 //!
 //! Invariants:
 //! - A mapping lies over a `memfd` that nobody can shrink, grow or unseal any more: every byte of it stays accessible.
-//! - It stays at its address until it is dropped, also when it is severed.
+//! - It stays at its address until it is dropped, also where it is severed.
+//! - What is severed are whole pages. What is on them meanwhile is copied: whoever writes there during the copy may find
+//!   that undone. So a caller severs pages that nobody in this process writes to.
 //! - Memory that was handed over to be read is never written but by the mapping that was there before: a descriptor that
 //!   is open for reading only would not do, because who has one can open its file again.
 
-use crate::dma::shared::{copy_in, copy_out};
+use crate::dma::shared::{copy_in, copy_out, transfer};
 use crate::dma::{Backing, DmaMemory};
 use rustix::fs::{
     MemfdFlags, Mode, OFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
 };
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mremap_fixed, munmap};
+use rustix::param::page_size;
 use std::ffi::c_void;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::{self, NonNull};
 use std::slice;
@@ -88,7 +92,8 @@ struct Mapping {
     /// are few.
     file: Option<OwnedFd>,
     pages: Pages,
-    /// Which file it maps, and from where on. The mapping keeps the file.
+    /// Which file it maps, and from where on. The mapping keeps the file, but for pages that were severed: those are no
+    /// engine's any more.
     backing: Backing,
     /// The process that has it, if those that it forks have it not.
     only_in: Option<u32>,
@@ -184,34 +189,57 @@ impl Mapping {
 
     #[track_caller]
     fn file(&self) -> BorrowedFd<'_> {
-        self.file.as_ref().expect("memory that was made here, not handed over").as_fd()
+        self.file.as_ref().expect("memory that was made here, neither handed over nor severed").as_fd()
     }
 
-    /// Put fresh memory with the same contents at the same address.
-    fn sever(&mut self) -> Result<(), MemoryError> {
-        let fresh = Self::create("sumac-severed", self.len_bytes, self.pages, SIZE_SEALS)?;
-        let (len_bytes, from, to) = (self.len_bytes, fresh.base.as_ptr().cast(), self.base.as_ptr().cast());
-        // SAFETY: both mappings are `len_bytes` long. That a device still writes to one of them makes the copy a
-        // mixture of old and new where it does, as any read of such memory is.
-        unsafe { ptr::copy_nonoverlapping(self.base.as_ptr(), fresh.base.as_ptr(), len_bytes) };
-        let flags = MremapFlags::MAYMOVE;
-        // SAFETY: the fresh mapping moves over this one, in one step; both are of the same length, and nobody else
-        // knows the fresh one.
-        let moved = unsafe { mremap_fixed(from, len_bytes, len_bytes, flags, to) };
-        moved.map_err(|errno| MemoryError::System { call: "mremap", len_bytes: len_bytes as u64, errno })?;
-        // Its mapping is this one's now; of the fresh one only the file is left to take.
-        let fresh = std::mem::ManuallyDrop::new(fresh);
-        // SAFETY: read once, from a value that is not dropped.
-        self.file = unsafe { ptr::read(&fresh.file) };
-        self.backing = fresh.backing;
+    /// Return the length of its pages.
+    fn page_len_bytes(&self) -> usize {
+        match self.pages {
+            Pages::Normal => page_size(),
+            Pages::Huge => HUGE_PAGE_LEN_BYTES,
+        }
+    }
+
+    /// Put fresh memory with the same contents at the same addresses, for these pages.
+    fn sever(&mut self, ranges: &[Range<usize>]) -> Result<(), MemoryError> {
+        let (page, whole) = (self.page_len_bytes(), self.len_bytes);
+        for range in ranges {
+            let is_pages = range.start.is_multiple_of(page) && (range.end.is_multiple_of(page) || range.end == whole);
+            let is_inside = range.start < range.end && range.end <= whole;
+            assert!(is_pages && is_inside, "{range:?} of {whole} bytes is no range of whole pages of {page}");
+        }
+        let rounded = |range: &Range<usize>| range.len().next_multiple_of(page);
+        let len_bytes: usize = ranges.iter().map(rounded).sum();
+        if len_bytes == 0 {
+            return Ok(());
+        }
+        let mut fresh = Self::create("sumac-severed", len_bytes, self.pages, SIZE_SEALS)?;
+        // What is at its addresses is this memory's from here on, piece by piece; what holds it is the mappings.
+        drop((self.file.take(), fresh.file.take()));
+        for range in ranges {
+            let len_bytes = rounded(range);
+            let to = self.base.as_ptr().wrapping_add(range.start);
+            // SAFETY: both ranges are mapped, as pages are mapped whole, and are `range.len()` long. That a device still
+            // writes to one of them makes the copy a mixture of old and new where it does, as any read of such memory is.
+            unsafe { transfer(fresh.base.as_ptr(), to, range.len()) };
+            let (from, flags) = (fresh.base.as_ptr(), MremapFlags::MAYMOVE);
+            // SAFETY: the first pages of the fresh mapping move over these, in one step; both are equally long, and
+            // nobody else knows the fresh ones.
+            let moved = unsafe { mremap_fixed(from.cast(), len_bytes, len_bytes, flags, to.cast()) };
+            moved.map_err(|errno| MemoryError::System { call: "mremap", len_bytes: len_bytes as u64, errno })?;
+            // They are not the fresh mapping's any more: what it unmaps in the end is the rest.
+            fresh.len_bytes -= len_bytes;
+            // SAFETY: inside of the mapping, or at its end.
+            fresh.base = unsafe { fresh.base.add(len_bytes) };
+        }
         Ok(())
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        if self.only_in.is_some_and(|pid| pid != std::process::id()) {
-            // A forked child has something else there by now, or nothing.
+        // A forked child has something else there by now, or nothing; and all of it may have been moved elsewhere.
+        if self.len_bytes == 0 || self.only_in.is_some_and(|pid| pid != std::process::id()) {
             return;
         }
         // SAFETY: the mapping is this value's own. It can fail only for a range that is none.
@@ -269,7 +297,7 @@ impl Region {
     /// Return the descriptor, to hand over: others may write from now on, unless it was handed over for reading before.
     ///
     /// # Panics
-    /// If the memory was itself handed over: of that, no descriptor is kept.
+    /// If the memory was itself handed over, or severed: of that, no descriptor is kept.
     #[track_caller]
     pub fn file(&self) -> BorrowedFd<'_> {
         let file = self.mapping.file();
@@ -308,14 +336,26 @@ impl Region {
         rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map_err(failed("open"))
     }
 
-    /// Cut this memory off from everybody who has mapped it: afterwards it has the same contents at the same address,
-    /// and what others write goes elsewhere. It is the fence of PROTOCOL 6 against a device that can't be ended; what
-    /// the device was writing meanwhile is a mixture of old and new. Hand it over anew to whoever shall have it.
+    /// Return the length of the pages that [`Region::sever`] takes away.
+    pub fn page_len_bytes(&self) -> usize {
+        self.mapping.page_len_bytes()
+    }
+
+    /// Cut these bytes off from everybody who has mapped the memory: afterwards it has the same contents at the same
+    /// address, and what others write goes elsewhere. It is the fence of PROTOCOL 6 against a device that can't be ended;
+    /// what the device was writing meanwhile is a mixture of old and new.
+    ///
+    /// Nobody in this process may write to these bytes meanwhile: the write may be undone. Other bytes are not touched.
     ///
     /// # Errors
-    /// [`MemoryError`], and then nothing has changed.
-    pub fn sever(&mut self) -> Result<(), MemoryError> {
-        self.mapping.sever()
+    /// [`MemoryError`], and then the contents are as they were, and others may reach some of it.
+    ///
+    /// # Panics
+    /// If a range is empty, reaches beyond the memory, or does not begin and end between pages
+    /// ([`Region::page_len_bytes`]) or at the memory's end.
+    #[track_caller]
+    pub fn sever(&mut self, ranges: &[Range<usize>]) -> Result<(), MemoryError> {
+        self.mapping.sever(ranges)
     }
 
     /// Copy bytes in. What an engine reads there meanwhile is a mixture of old and new.

@@ -36,12 +36,15 @@
 //!
 //! The checksum is taken in two levels, so that a node which sends one payload to 256 children reads it once.
 
+mod crc;
 mod header;
 mod mask;
 mod packet;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use crc::Crc32c;
+pub use crc::crc32c;
 pub use header::{Flags, Kind, Limit, NakReason, Repr, pack_op, unpack_op};
 pub use mask::RankMask;
 pub use packet::{Packet, WireError, payload_crc};
@@ -63,29 +66,3 @@ pub const BITMAP_SEQS: u16 = 64;
 
 /// The most children that a node can have below it.
 pub const MAX_CHILDREN: usize = 256;
-
-/// Return the CRC-32C (Castagnoli, as in iSCSI, RFC 3720 B.4) of `bytes`.
-#[cfg(feature = "std")]
-pub fn crc32c(bytes: &[u8]) -> u32 {
-    // Hosted: carry-less multiplication where the processor has it.
-    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
-}
-
-/// Return the CRC-32C (Castagnoli, as in iSCSI, RFC 3720 B.4) of `bytes`.
-#[cfg(all(not(feature = "std"), target_arch = "aarch64", target_feature = "crc"))]
-pub fn crc32c(bytes: &[u8]) -> u32 {
-    use core::arch::aarch64::{__crc32cb, __crc32cd};
-    let (words, rest) = bytes.as_chunks();
-    // SAFETY: this is built for processors that have the instructions (Arm ARM, CRC32CX and CRC32CB).
-    let word = |crc, word: &[u8; 8]| unsafe { __crc32cd(crc, u64::from_le_bytes(*word)) };
-    // SAFETY: the same.
-    let byte = |crc, byte: &u8| unsafe { __crc32cb(crc, *byte) };
-    !rest.iter().fold(words.iter().fold(u32::MAX, word), byte)
-}
-
-/// Return the CRC-32C (Castagnoli, as in iSCSI, RFC 3720 B.4) of `bytes`.
-#[cfg(all(not(feature = "std"), not(all(target_arch = "aarch64", target_feature = "crc"))))]
-pub fn crc32c(bytes: &[u8]) -> u32 {
-    const CRC: crc::Crc<u32> = crc::Crc::<u32>::new(&crc::CRC_32_ISCSI);
-    CRC.checksum(bytes)
-}

@@ -61,7 +61,7 @@ fn golden_bytes_of_version_1() {
 fn crc32c_check_value() {
     // The check value of CRC-32/ISCSI: "123456789" -> 0xe3069283.
     assert_eq!(crc32c(b"123456789"), 0xe306_9283);
-    const PORTABLE: crc::Crc<u32> = crc::Crc::<u32>::new(&crc::CRC_32_ISCSI);
+    const PORTABLE: ::crc::Crc<u32> = ::crc::Crc::<u32>::new(&::crc::CRC_32_ISCSI);
     let bytes: Vec<u8> = (0..5000_u32).map(|i| (i * 7 + i / 256) as u8).collect();
     for len in [0, 1, 7, 92, 96, 1376, 4096, 5000] {
         assert_eq!(crc32c(&bytes[..len]), PORTABLE.checksum(&bytes[..len]));

@@ -172,7 +172,7 @@ impl Core {
             Ok(Settled { outcome, found, trees }) => {
                 is_behind = self.view < trees;
                 self.view = trees;
-                (outcome.decision.cut, ended(&outcome, cause).map_or(Ok(found), Err))
+                (outcome.decision.cut, ended(&outcome, cause, began.elapsed()).map_or(Ok(found), Err))
             }
             // What the device had answered is here, whatever becomes of the others.
             Err(error) => (0, Err(error)),
@@ -237,8 +237,16 @@ impl Core {
 
     /// Return which elements of an operation's output are results by now.
     pub(super) fn fresh(&self, op: OpId) -> Fresh {
-        let remains = self.tree.as_ref().map(Tree::remains);
-        remains.map_or(Fresh::Unspecified, |remains| Fresh::Elements(repair::fresh(&self.landed.over(remains), op)))
+        let Some(remains) = self.tree.as_ref().map(Tree::remains) else { return Fresh::Unspecified };
+        let left = self.landed.over(remains);
+        if repair::is_unknown(&left, op) { Fresh::Unspecified } else { Fresh::Elements(repair::fresh(&left, op)) }
+    }
+
+    /// Tell whether memory was taken from a device that went on, and nobody knows what is in the caller's.
+    pub(super) fn is_in_doubt(&self) -> bool {
+        let Some(remains) = self.tree.as_ref().map(Tree::remains) else { return false };
+        let left = self.landed.over(remains);
+        remains.ops().in_flight().any(|op| repair::is_unknown(&left, op.id))
     }
 
     /// Return the calls of operations in the tree, and the first call that is not complete and not there.
@@ -450,12 +458,13 @@ impl Core {
 }
 
 /// Return what a communicator ends with; `None`: it goes on.
-fn ended(outcome: &Outcome<Decision>, cause: &Error) -> Option<Error> {
+fn ended(outcome: &Outcome<Decision>, cause: &Error, waited: Duration) -> Option<Error> {
     match outcome.decision.failure {
         Some(Unrepairable::Mismatch { first, other }) => return Some(Error::mismatch(first, other)),
-        Some(why) => {
-            tracing::error!(%why, "nothing can be repaired");
-            return Some(cause.clone());
+        Some(why @ Unrepairable::Forgotten { .. }) => {
+            tracing::error!(%why, %cause, "nothing can be repaired");
+            // Somebody has had the result, and does not have it any more.
+            return Some(Error::OutcomeUnknown { desc: OpDesc::barrier(), waited, fresh: Fresh::default() });
         }
         None => {}
     }

@@ -484,8 +484,14 @@ impl Core {
             Error::OutcomeUnknown { waited, fresh, .. } => Error::OutcomeUnknown { desc: *desc, waited, fresh },
             other => other,
         };
+        let had_ended = self.ended.is_some();
         self.note_end(&error);
-        error
+        match &self.ended {
+            Some(Error::OutcomeUnknown { fresh, .. }) if !had_ended && !error.says_fresh() && self.is_in_doubt() => {
+                Error::OutcomeUnknown { desc: *desc, waited: begun.at.elapsed(), fresh: fresh.clone() }
+            }
+            _ => error,
+        }
     }
 
     /// Remember the error that ends the communicator. Buffers go back to the caller, so nobody else may write there.
@@ -499,6 +505,10 @@ impl Core {
             }
             self.tree.iter_mut().for_each(Tree::retire);
             self.parley.iter().for_each(Parley::end);
+            if self.is_in_doubt() && !error.says_fresh() {
+                let (desc, waited, fresh) = (OpDesc::barrier(), Duration::ZERO, Fresh::Unspecified);
+                self.ended = Some(Error::OutcomeUnknown { desc, waited, fresh });
+            }
             // Nothing writes there any more.
             self.reclaim_abandoned();
         }

@@ -15,9 +15,10 @@ use thiserror::Error;
 
 /// Why an operation has no result.
 ///
-/// [`Error::Argument`], [`Error::NotPossible`], [`Error::Memory`], [`Error::TooManyInFlight`] and [`Error::Forked`] change
-/// nothing ([`Error::is_harmless`]): nothing was sent, the call does not count among those of the communicator, and the
-/// caller's buffer is as it was, so the call can be made again. Any other error is the end of the communicator: its ranks
+/// [`Error::Argument`], [`Error::NotPossible`], [`Error::Memory`] and [`Error::TooManyInFlight`] change nothing
+/// ([`Error::is_harmless`]): nothing was sent, the call does not count among those of the communicator, and the caller's
+/// buffer is as it was, so the call can be made again. [`Error::Forked`] changes nothing either, but it is final in the
+/// process that gets it. Any other error is the end of the communicator: its ranks
 /// may be at different operations, and every later call returns [`Error::Ended`]. The caller's buffer then holds, chunk
 /// by chunk, its input or the result (after a schedule: anything); where ranks have died, [`Fresh`] says which.
 #[derive(Debug, Clone, PartialEq, Error)]
@@ -62,12 +63,16 @@ pub enum Error {
         /// What the buffer holds.
         fresh: Fresh,
     },
-    /// The ranks did not agree in time on what became of the operation; others may have completed it.
-    #[error("it is not known whether {desc} completed at other ranks: they did not agree within {} ms; {fresh}", waited.as_millis())]
+    /// The ranks did not agree in time on what became of the operation, or a device went on while memory was taken from
+    /// it, and nobody has the result that it wrote; others may have completed the operation.
+    #[error(
+        "it is not known whether {desc} completed at other ranks: after {} ms they do not agree on its result, or nobody has it any more; {fresh}",
+        waited.as_millis()
+    )]
     OutcomeUnknown {
         /// The operation.
         desc: OpDesc,
-        /// How long it was given.
+        /// How long it has taken to find out.
         waited: Duration,
         /// What the buffer holds.
         fresh: Fresh,
@@ -200,6 +205,11 @@ impl fmt::Display for Fresh {
 }
 
 impl Error {
+    /// Tell whether it says what the output holds.
+    pub(super) const fn says_fresh(&self) -> bool {
+        matches!(self, Self::RanksFailed { .. } | Self::Partitioned { .. } | Self::OutcomeUnknown { .. })
+    }
+
     /// The same for a call whose output is like this.
     pub(super) fn with_fresh(mut self, known: Fresh) -> Self {
         if let Self::RanksFailed { fresh, .. } | Self::Partitioned { fresh, .. } | Self::OutcomeUnknown { fresh, .. } =

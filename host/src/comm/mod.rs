@@ -288,6 +288,9 @@ impl Communicator {
     /// writes it by itself, and nothing is copied on the way; any part of it may be passed to a call. Elsewhere it is
     /// ordinary memory, so that the program is the same.
     ///
+    /// Parts of it may be passed to calls while other threads write to other parts, wherever these begin and end; what that
+    /// costs is said at [`Buffer`].
+    ///
     /// # Errors
     /// [`Error::Memory`] if the system or the device has no room; it changes nothing, and other memory can be used.
     pub fn alloc<T: Element>(&self, len: usize) -> Result<Buffer<T>, Error> {

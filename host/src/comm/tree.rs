@@ -46,6 +46,7 @@ impl Tree {
                     (places.input, lens.0) = (driver.place(input, desc), input.len());
                     let output = extent.output(buffers);
                     (places.output, lens.1) = (driver.place(output, desc), output.len());
+                    places.writable = driver.whole_pages(output);
                 }
                 match driver.post_within(*desc, path, limit, places) {
                     Ok(op) => Ok((op, driver.transfer(&places, lens.0, lens.1))),

@@ -165,7 +165,8 @@ mod tests {
         let (whole, mut arena) = arena();
         let (mut region, _) = arena.take(100).expect("room");
         region.write(0, b"mine");
-        region.sever().expect("memory");
+        let pages = 0..region.page_len_bytes();
+        region.sever(std::slice::from_ref(&pages)).expect("memory");
         whole.write(MIB, b"else");
         let mut found = [0; 4];
         region.read(0, &mut found);

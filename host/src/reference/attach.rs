@@ -129,6 +129,7 @@ impl Attached {
                     slot_len_bytes: slot_len_bytes.into(),
                     slots: slots.into(),
                     chunk_len_bytes,
+                    frozen: None,
                 }
             }
             other => return Err(unexpected(&other.message, "the redo slots")),

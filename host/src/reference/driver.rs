@@ -16,7 +16,7 @@ use super::redo::Redo;
 use super::retire::{Fence, Life};
 use crate::endpoint::{Buffers, EndpointError, EndpointStats, Event, OpId, PostError, Verdict};
 use std::time::{Duration, Instant};
-use sumac_hal::dma::{Address, RegionKey};
+use sumac_hal::dma::{Address, RegionKey, Span};
 use sumac_hal::mmio::{
     AdminCommand, COMPLETION_WORDS, DeviceStatus, EntryStatus, Features, HostControl, SUBMISSION_WORDS, SubmissionEntry,
 };
@@ -79,6 +79,9 @@ pub struct ReferenceDriver {
     pub(super) still: bool,
     /// What keeps the device from writing, once something does.
     pub(super) fenced: Option<Fence>,
+    /// What was in the completion ring before memory was taken away from the device, and what came after that.
+    pub(super) early: Vec<[u64; COMPLETION_WORDS]>,
+    pub(super) late: Vec<[u64; COMPLETION_WORDS]>,
     pub(super) is_retired: bool,
     next_handle: u64,
     pub(super) life: Life,
@@ -146,6 +149,8 @@ impl ReferenceDriver {
             pulse: None,
             still: false,
             fenced: None,
+            early: Vec::new(),
+            late: Vec::new(),
             is_retired: false,
             next_handle: 1,
             life,
@@ -253,9 +258,17 @@ impl ReferenceDriver {
         self.registry.find(bytes).filter(|address| address.offset_bytes.is_multiple_of(value_bytes))
     }
 
+    /// Return the pages of registered memory that hold nothing but these bytes: what the device itself may write to
+    /// ([`Places::writable`]).
+    pub fn whole_pages(&self, bytes: &[u8]) -> Option<Span> {
+        self.registry.whole_pages(bytes)
+    }
+
     /// Return the way of an operation whose buffers are `input_len` and `output_len` bytes long and lie at `places`.
     pub const fn transfer(&self, places: &Places, input_len: usize, output_len: usize) -> Transfer {
-        let output_bounces = places.output.is_none() || self.config.lands_apart;
+        // At its edges, any output may share pages with other memory.
+        let is_edge = matches!(places.writable, Some(Span { len_bytes: 0, .. }));
+        let output_bounces = places.output.is_none() || is_edge || self.config.lands_apart;
         let bounces = input_len > 0 && places.input.is_none() || output_len > 0 && output_bounces;
         if bounces { Transfer::Bounced } else { Transfer::Registered }
     }
@@ -312,8 +325,14 @@ impl ReferenceDriver {
                 0
             }
         };
+        self.take_in(&batch[..count], buffers);
+        count == BATCH
+    }
+
+    /// Take in these answers.
+    pub(super) fn take_in(&mut self, answers: &[[u64; COMPLETION_WORDS]], buffers: &mut impl Buffers) {
         let bounce = &self.bounce;
-        for words in &batch[..count] {
+        for words in answers {
             self.endpoint.handle(words, |result| {
                 let output = &mut buffers.output(result.op)[result.to..][..result.from.len()];
                 bounce.read(result.from.start, output);
@@ -322,7 +341,6 @@ impl ReferenceDriver {
         let (redo, view) = (&self.redo, (self.config.group, self.config.epoch));
         let is_published = |seq| redo.as_ref().is_some_and(|redo| redo.is_published(view, seq));
         self.endpoint.keep(is_published, buffers);
-        count == BATCH
     }
 
     /// Submit what may be.

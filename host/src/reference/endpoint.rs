@@ -9,7 +9,8 @@
 //! - each byte of an input is named in one chunk, each byte of an output is written by one;
 //! - `have` passes a chunk only when its result is in the caller's buffer;
 //! - an error that the tree tells at chunk k ends the group when every chunk below k has landed, as for packets; a
-//!   refusal of this rank's own entry, and an answer that makes no sense, end it at once.
+//!   refusal of this rank's own entry, and an answer that makes no sense, end it at once;
+//! - no chunk lands by an answer that came while its memory was taken from the device.
 
 mod answers;
 mod remains;
@@ -20,7 +21,7 @@ use crate::endpoint::{
 };
 use std::collections::VecDeque;
 use std::ops::Range;
-use sumac_hal::dma::{Address, RegionKey};
+use sumac_hal::dma::{Address, RegionKey, Span};
 use sumac_hal::ids::{ChunkNo, Epoch, GroupId, Rank};
 use sumac_hal::mmio::{COMPLETION_WORDS, Contribution, OperationLimit};
 use sumac_hal::op::{OpDesc, Path};
@@ -77,6 +78,9 @@ pub struct Places {
     pub input: Option<Address>,
     /// Where its result goes.
     pub output: Option<Address>,
+    /// Of the output's region, what the device itself may write to: whole pages that hold nothing else than this output,
+    /// so that they can be taken away from the device while others write beside them. `None`: all of the output.
+    pub writable: Option<Span>,
 }
 
 /// Bytes of an input that belong into the bounce buffer before their run is submitted.
@@ -117,6 +121,8 @@ enum State {
     Submitted,
     Landed,
     Refused,
+    /// Its memory was taken from the device, which has answered meanwhile: it holds the input, the result, or a mixture.
+    Unknown,
 }
 
 /// A chunk that is submitted, from the oldest that has not landed on.
@@ -464,7 +470,10 @@ impl ReferenceEndpoint {
         let mut src = part.gives.as_ref().and_then(|gives| at(places.input, gives.start));
         // A result of which only a part is this rank's does not fit where the part goes.
         let whole = part.takes.as_ref().filter(|takes| takes.part.len() == takes.result_len);
-        let mut dst = whole.filter(|_| !self.config.lands_apart).and_then(|takes| at(places.output, takes.at));
+        let mut dst = whole.filter(|_| !self.config.lands_apart).and_then(|takes| {
+            let (dst, len_bytes) = (at(places.output, takes.at)?, takes.result_len as u64);
+            places.writable.is_none_or(|pages| is_within(dst, len_bytes, pages)).then_some(dst)
+        });
         let (bounces_src, bounces_dst) = (part.gives.is_some() && src.is_none(), part.takes.is_some() && dst.is_none());
         let len = part.gives.as_ref().map(ExactSizeIterator::len).or(part.takes.as_ref().map(|takes| takes.result_len));
         let len = len.unwrap_or(0);
@@ -506,6 +515,12 @@ impl Planned {
         let at = place.offset as usize;
         Some(Drain { op, from: at + takes.part.start..at + takes.part.end, to: takes.at })
     }
+}
+
+/// Tell whether bytes lie in a span of the same region.
+fn is_within(at: Address, len_bytes: u64, span: Span) -> bool {
+    let skip = at.offset_bytes.checked_sub(span.address.offset_bytes);
+    at.region == span.address.region && skip.is_some_and(|skip| skip + len_bytes <= span.len_bytes)
 }
 
 fn alignment(config: &ReferenceConfig) -> u64 {

@@ -16,7 +16,7 @@ use std::ptr::NonNull;
 use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use sumac_hal::dma::{Address, DmaMemory, RegionKey};
+use sumac_hal::dma::{Address, DmaMemory, RegionKey, Span};
 use sumac_hal::shm::{Connection, ProcessMark, Region};
 
 /// Memory for operations, of [`Communicator::alloc`](crate::Communicator::alloc): a slice that the leaf device reads
@@ -25,6 +25,12 @@ use sumac_hal::shm::{Connection, ProcessMark, Region};
 /// Any part of it may be passed to a call. It outlives its communicator, and is then just memory. A forked process shares it
 /// where the device reaches it, and has a copy of its own where it does not; it may read it and drop it, and what it writes
 /// to a shared one the process that allocated it has too.
+///
+/// Parts of it may be used by several threads, and by several operations, at once (`split_at_mut`): what one of them
+/// meets with, a device that is lost included, changes nothing in the others' parts. For that, the device itself writes
+/// only to pages (mostly 4 KiB) that hold nothing but an operation's own results. Where an output begins or ends in the
+/// middle of a page, the chunk there comes through the bounce buffer, and is copied once more: at most two chunks of an
+/// operation. A whole buffer has no such edges, nor has a part that begins and ends between pages.
 pub struct Buffer<T: bytemuck::Pod> {
     backing: Backing<T>,
 }
@@ -127,6 +133,9 @@ pub(super) struct Registry {
 struct Entry {
     start: usize,
     len_bytes: usize,
+    /// How many of these bytes are elements. What lies behind, nobody uses.
+    used_bytes: usize,
+    page_len_bytes: usize,
     key: RegionKey,
     region: SharedRegion,
 }
@@ -150,8 +159,10 @@ impl Registry {
         let (base, len_bytes) = (region.base(), region.len_bytes());
         let base = base.cast::<T>();
         assert!(len.checked_mul(size_of::<T>()).is_some_and(|needed| needed <= len_bytes) && base.is_aligned());
+        let (page_len_bytes, used_bytes) = (region.page_len_bytes(), len * size_of::<T>());
         let region = Arc::new(Mutex::new(region));
-        let entry = Entry { start: base.as_ptr().expose_provenance(), len_bytes, key, region: Arc::clone(&region) };
+        let start = base.as_ptr().expose_provenance();
+        let entry = Entry { start, len_bytes, used_bytes, page_len_bytes, key, region: Arc::clone(&region) };
         self.entries.push(entry);
         let dropped = Arc::clone(&self.dropped);
         Buffer { backing: Backing::Registered(Lease { base, len, key, _region: region, dropped }) }
@@ -159,12 +170,27 @@ impl Registry {
 
     /// Return where bytes lie in registered memory; `None` if they do not, or there are none.
     pub(super) fn find(&self, bytes: &[u8]) -> Option<Address> {
+        let (entry, offset) = self.entry_of(bytes)?;
+        Some(Address { region: entry.key, offset_bytes: offset as u64 })
+    }
+
+    fn entry_of(&self, bytes: &[u8]) -> Option<(&Entry, usize)> {
         let start = bytes.as_ptr().addr();
         self.entries.iter().find_map(|entry| {
             let offset = start.checked_sub(entry.start)?;
             let fits = !bytes.is_empty() && offset.checked_add(bytes.len())? <= entry.len_bytes;
-            fits.then_some(Address { region: entry.key, offset_bytes: offset as u64 })
+            fits.then_some((entry, offset))
         })
+    }
+
+    /// Return the pages that hold nothing but these bytes of registered memory; `None` if they lie elsewhere.
+    pub(super) fn whole_pages(&self, bytes: &[u8]) -> Option<Span> {
+        let (entry, offset) = self.entry_of(bytes)?;
+        let (page, end) = (entry.page_len_bytes, offset + bytes.len());
+        let start = offset.next_multiple_of(page);
+        let end = if end >= entry.used_bytes { entry.len_bytes } else { end / page * page };
+        let address = Address { region: entry.key, offset_bytes: start as u64 };
+        Some(Span { address, len_bytes: end.saturating_sub(start) as u64 })
     }
 
     pub(super) fn region(&self, key: RegionKey) -> Option<&SharedRegion> {
@@ -208,6 +234,26 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(20);
     const KEY: RegionKey = RegionKey { index: 1, generation: 1 };
+
+    #[test]
+    fn whole_pages_hold_nothing_of_the_neighbours() {
+        let region = Region::create(5 * 65_536 + 100, Pages::Normal).expect("memory");
+        let page = region.page_len_bytes();
+        let mut registry = Registry::new(None);
+        // Behind the elements there is something that nobody uses.
+        let buffer = registry.insert::<u8>(region, KEY, 5 * 65_536);
+        let of = |range: std::ops::Range<usize>| {
+            let Span { address, len_bytes } = registry.whole_pages(&buffer[range]).expect("registered");
+            assert_eq!(address.region, KEY);
+            (address.offset_bytes as usize, len_bytes as usize)
+        };
+        assert_eq!(of(0..5 * 65_536), (0, 5 * 65_536 + 100));
+        assert_eq!(of(1..5 * 65_536), (page, 5 * 65_536 + 100 - page));
+        assert_eq!(of(0..3 * page), (0, 3 * page));
+        assert_eq!(of(1..3 * page - 1), (page, page));
+        assert_eq!((of(1..page).1, of(page + 1..2 * page - 1).1), (0, 0));
+        assert_eq!(registry.whole_pages(&[0; 4]), None);
+    }
 
     #[test]
     fn a_seat_is_kept_until_the_last_buffer_in_it_is_dropped() {

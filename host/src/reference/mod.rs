@@ -34,7 +34,10 @@
 //!   the device could still write to the caller's memory: the group is fenced first, by the device itself, by the
 //!   end of its process, or by taking the memory away from it.
 //! - After an error each chunk of the caller's buffer is wholly old or wholly new: what the device had published is
-//!   copied from its redo slot, and of what it had not it has touched no destination.
+//!   copied from its redo slot, and of what it had not it has touched no destination. Only of a device that goes on while
+//!   its memory is taken away there may be chunks of which that is not known; then the error says so.
+//! - The device writes to pages that hold nothing but the output of an operation in flight: those can be taken away from it
+//!   beside threads of this process that write to anything else.
 //! - Registered memory stays mapped until the device has let go of it and its [`Buffer`] is dropped.
 
 mod arena;
@@ -68,9 +71,11 @@ pub(crate) use redo::{ReadAt, Redo};
 pub enum Transfer {
     /// In packets.
     Packets,
-    /// By the device's engine, straight from and to the caller's registered memory ([`Buffer`]); or there were none.
+    /// By the device's engine, straight from and to the caller's registered memory ([`Buffer`]), but for results on pages
+    /// that hold other memory too, at most one chunk at either end; or there were none.
     Registered,
-    /// By the device's engine, at least in part through a bounce buffer: the caller's memory is not registered.
+    /// By the device's engine, at least in part through a bounce buffer: the caller's memory is not registered, or all of
+    /// the output lies on pages that hold other memory too.
     Bounced,
 }
 

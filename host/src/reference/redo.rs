@@ -1,6 +1,11 @@
 //! The redo slots of a group, as a rank reads them: what the device had published when it was last seen (PROTOCOL 7).
+//!
+//! Invariant: a result is trusted only if its record names the chunk, and has the checksum and the length of the very bytes
+//! that were read.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{Ordering, fence};
+use sumac_hal::dma::Covers;
 use sumac_hal::ids::{Epoch, GroupId};
 use sumac_hal::shm::ReadOnly;
 use sumac_hal::wire::crc32c;
@@ -32,6 +37,8 @@ pub(crate) struct Redo<M = ReadOnly> {
     pub(crate) slot_len_bytes: u64,
     pub(crate) slots: u64,
     pub(crate) chunk_len_bytes: u64,
+    /// What was published when the device's writes to this rank were ended, by chunk. The device may go on with the slots.
+    pub(crate) frozen: Option<BTreeMap<u64, Vec<u8>>>,
 }
 
 impl<M: ReadAt> Redo<M> {
@@ -41,45 +48,72 @@ impl<M: ReadAt> Redo<M> {
     /// the record before it touches what the record stands for, so a record that is still there afterwards vouches for
     /// all that was read; one that is not stands for a chunk that this rank has, or that nothing was written of.
     pub(crate) fn published(&self, view: (GroupId, Epoch), seq: u64, result: &mut [u8]) -> bool {
+        if let Some(frozen) = &self.frozen {
+            let found = frozen.get(&seq).filter(|found| found.len() == result.len());
+            found.into_iter().for_each(|found| result.copy_from_slice(found));
+            return found.is_some();
+        }
         let Some(slot) = (seq % self.slots).checked_mul(self.slot_len_bytes) else { return false };
         let Some(slot) = slot.checked_add(self.offset_bytes) else { return false };
         if result.len() as u64 > self.chunk_len_bytes {
             return false;
         }
-        let location = self.location(slot, view, seq);
+        let found = self.record_at(slot, view, seq);
         fence(Ordering::Acquire);
         let bounce = slot.checked_add(REDO_HEAD_BYTES);
         // Where the result is: in the first accumulator, or rounded in the bounce.
-        let at = match (location, bounce) {
-            (Some(0), Some(bounce)) => bounce.checked_add(self.chunk_len_bytes),
+        let at = match (found, bounce) {
+            (Some((0, _)), Some(bounce)) => bounce.checked_add(self.chunk_len_bytes),
             (Some(_), at) => at,
             (None, _) => None,
         };
         let was_read = at.is_some_and(|at| self.memory.read_at(at, result));
         fence(Ordering::Acquire);
-        was_read && self.location(slot, view, seq) == location
+        was_read
+            && self.record_at(slot, view, seq) == found
+            && found.is_some_and(|(_, covers)| covers == Covers::word(result))
     }
 
-    /// Tell whether the result of a chunk is published.
+    /// Tell whether the result of a chunk is published, by what its record says of itself.
     pub(crate) fn is_published(&self, view: (GroupId, Epoch), seq: u64) -> bool {
+        if let Some(frozen) = &self.frozen {
+            return frozen.contains_key(&seq);
+        }
         let slot = (seq % self.slots).checked_mul(self.slot_len_bytes);
         slot.and_then(|slot| slot.checked_add(self.offset_bytes))
-            .is_some_and(|slot| self.location(slot, view, seq).is_some())
+            .is_some_and(|slot| self.record_at(slot, view, seq).is_some())
     }
 
-    /// Return where the record of a slot says that the result of a chunk is, if it is published.
-    fn location(&self, slot: u64, (group, epoch): (GroupId, Epoch), seq: u64) -> Option<u8> {
-        let mut bytes = [0; 16];
+    /// Keep what is published of these chunks, with the lengths of their results, and look at the device's memory no more:
+    /// what this rank says that it has, it has until it is asked for it.
+    pub(crate) fn freeze(&mut self, view: (GroupId, Epoch), chunks: impl Iterator<Item = (u64, usize)>) {
+        let mut frozen = BTreeMap::new();
+        for (seq, len_bytes) in chunks.filter(|&(_, len_bytes)| len_bytes > 0) {
+            let mut result = vec![0; len_bytes];
+            if self.is_published(view, seq) && self.published(view, seq, &mut result) {
+                frozen.insert(seq, result);
+            }
+        }
+        self.frozen.get_or_insert(frozen);
+    }
+
+    /// Return where the record of a slot says that the result of a chunk is, and its checksum, if it is published.
+    fn record_at(&self, slot: u64, (group, epoch): (GroupId, Epoch), seq: u64) -> Option<(u8, u64)> {
+        let mut bytes = [0; RECORD_LEN_BYTES];
         if !self.memory.read_at(slot, &mut bytes) {
             return None;
         }
         let (words, _) = bytes.as_chunks::<8>();
         let found = [u64::from_le_bytes(words[0]), u64::from_le_bytes(words[1])];
-        (0..2).find(|&location| found == record(group, epoch, seq, location))
+        let location = (0..2).find(|&location| found == record(group, epoch, seq, location))?;
+        Some((location, u64::from_le_bytes(words[2])))
     }
 }
 
-/// Return the words that publish a result.
+/// The bytes of a record: two words, and the checksum of the result.
+const RECORD_LEN_BYTES: usize = Covers::SKIP_MIN_BYTES as usize;
+
+/// Return the words that publish a result; behind them is [`Covers::word`] of its bytes.
 pub(super) fn record(group: GroupId, epoch: Epoch, seq: u64, location: u8) -> [u64; 2] {
     let mut bytes = [0; 17];
     bytes[..4].copy_from_slice(&group.0.to_le_bytes());
@@ -116,21 +150,58 @@ mod tests {
             memory.write(head, &result(seq));
         }
         fence(Ordering::Release);
-        let words = record(VIEW.0, VIEW.1, seq, location);
+        let [first, second] = record(VIEW.0, VIEW.1, seq, location);
+        let words = [first, second, Covers::word(&result(seq))];
         memory.write(0, &words.map(u64::to_le_bytes).concat());
+    }
+
+    fn redo_of(memory: &Region) -> Redo {
+        Redo {
+            memory: ReadOnly::open(memory.read_only_file().expect("a descriptor"), REDO_MAX_BYTES).expect("sealed"),
+            offset_bytes: 0,
+            slot_len_bytes: REDO_HEAD_BYTES + 2 * CHUNK as u64,
+            slots: 1,
+            chunk_len_bytes: CHUNK as u64,
+            frozen: None,
+        }
+    }
+
+    /// The record names a chunk; whether the bytes are that chunk's, only their checksum tells.
+    #[test]
+    fn bytes_without_their_checksum_are_no_result() {
+        for location in 0..2 {
+            let memory = Region::create(REDO_HEAD_BYTES as usize + 2 * CHUNK, Pages::Normal).expect("memory");
+            let redo = redo_of(&memory);
+            publish(&memory, 5, location);
+            let mut found = vec![0; CHUNK];
+            assert!(redo.published(VIEW, 5, &mut found) && found == result(5));
+            assert!(!redo.published(VIEW, 5, &mut found[1..]), "a part is not the result");
+            let at = REDO_HEAD_BYTES as usize + if location == 0 { CHUNK } else { 0 };
+            memory.write(at + CHUNK - 1, &[6]);
+            assert!(!redo.published(VIEW, 5, &mut found), "a byte of another");
+            memory.write(at + CHUNK - 1, &[5]);
+            assert!(redo.published(VIEW, 5, &mut found));
+        }
+    }
+
+    /// A device that lives goes on with its slots while ranks repair what it has left.
+    #[test]
+    fn what_was_found_stays_when_the_device_goes_on() {
+        let memory = Region::create(REDO_HEAD_BYTES as usize + 2 * CHUNK, Pages::Normal).expect("memory");
+        let mut redo = redo_of(&memory);
+        publish(&memory, 5, 1);
+        redo.freeze(VIEW, [(4, CHUNK), (5, CHUNK), (6, 0)].into_iter());
+        publish(&memory, 6, 0);
+        let mut found = vec![0; CHUNK];
+        assert!(redo.is_published(VIEW, 5) && redo.published(VIEW, 5, &mut found) && found == result(5));
+        assert!([4, 6].iter().all(|&seq| !redo.is_published(VIEW, seq) && !redo.published(VIEW, seq, &mut found)));
     }
 
     /// A mixture of two chunks would be copied over what this rank has.
     #[test]
     fn a_slot_that_the_device_goes_on_with_gives_a_whole_result_or_none() {
         let memory = Region::create(REDO_HEAD_BYTES as usize + 2 * CHUNK, Pages::Normal).expect("memory");
-        let redo = Redo {
-            memory: ReadOnly::open(memory.read_only_file().expect("a descriptor"), REDO_MAX_BYTES).expect("sealed"),
-            offset_bytes: 0,
-            slot_len_bytes: REDO_HEAD_BYTES + 2 * CHUNK as u64,
-            slots: 1,
-            chunk_len_bytes: CHUNK as u64,
-        };
+        let redo = redo_of(&memory);
         let (stop, newest) = (AtomicBool::new(false), AtomicU64::new(0));
         std::thread::scope(|scope| {
             scope.spawn(|| {

@@ -14,8 +14,15 @@
 //! it to anybody, so an unpublished one has touched no destination, and a published one is copied to it whole; but none
 //! of those that a rank that was left out has no part in.
 //!
-//! Severing copies a whole region. Who writes to *other* parts of the same [`Buffer`](super::Buffer) from another
-//! thread at that moment may find that write undone; it happens to silent devices only.
+//! To sever takes time, and the device may go on meanwhile. So what it had answered is taken out of the ring before, and
+//! an answer that comes later says nothing of chunks whose memory was taken away: what was written behind the copy is not
+//! here. Of those only a record vouches, which has the checksum of the result's bytes. Where there is none, and no answer
+//! either, nothing was published while the copy was made, and it holds the input: the device answers before it uses a slot
+//! again, so records are looked at first, and the ring after them. Where there is none, but an answer, nobody knows what
+//! the copy holds ([`Remains::is_unknown`]).
+//!
+//! Only the pages of open chunks are severed, and the device was never given a page that holds anything else than the
+//! output of an operation in flight ([`Places::writable`](super::Places)): no other thread writes there.
 
 use super::driver::ReferenceDriver;
 use super::error::RegisterError;
@@ -23,10 +30,13 @@ use super::far::Way;
 use super::redo::Redo;
 use crate::endpoint::{Buffers, Ops};
 use crate::repair::Remains;
+use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::PoisonError;
 use std::time::Duration;
+use sumac_hal::dma::{Address, DmaMemory, RegionKey};
 use sumac_hal::ids::{Epoch, GroupId};
-use sumac_hal::mmio::{AdminCommand, EntryStatus};
+use sumac_hal::mmio::{AdminCommand, COMPLETION_WORDS, EntryStatus};
 use sumac_hal::shm::{Peer, Region};
 
 /// How long a device may take for a fence: its engine finishes or drops what it has, at most a window of chunks.
@@ -73,8 +83,13 @@ impl ReferenceDriver {
             return;
         }
         let fence = self.fence();
+        // None is left where outputs were at hand.
+        self.early.iter().for_each(|words| self.endpoint.note_landed(words));
         self.endpoint.close();
         let recovered = self.recover();
+        if self.has_severed() {
+            self.doubt();
+        }
         self.is_retired = true;
         if fence != Fence::Nothing {
             tracing::debug!(device = self.device, ?fence, recovered, "group ended with chunks in flight");
@@ -89,12 +104,21 @@ impl ReferenceDriver {
         if !self.is_retired {
             // A device that lives may answer until it is fenced.
             self.fence();
+            let view = (self.config.group, self.config.epoch);
+            if let Some(redo) = &mut self.redo {
+                redo.freeze(view, self.endpoint.looked_up());
+            }
             self.endpoint.reopen();
-            // What has come of a device on another host comes into the ring now.
-            self.way.drain();
-            // More than the ring holds is not to be had, whatever the device does.
-            let most = 0..=self.config.in_flight_max;
-            _ = most.into_iter().find(|_| !self.collect(buffers));
+            if self.has_severed() {
+                let early = std::mem::take(&mut self.early);
+                self.take_in(&early, buffers);
+            } else {
+                // What has come of a device on another host comes into the ring now.
+                self.way.drain();
+                // More than the ring holds is not to be had, whatever the device does.
+                let most = 0..=self.config.in_flight_max;
+                _ = most.into_iter().find(|_| !self.collect(buffers));
+            }
         }
         self.retire();
         let open = self.endpoint.open_seqs();
@@ -105,6 +129,43 @@ impl ReferenceDriver {
             published(left, view, (seq, landing), result)
         };
         self.endpoint.land_published(published, buffers);
+        let (late, bounce) = (std::mem::take(&mut self.late), &self.bounce);
+        for words in &late {
+            self.endpoint.land_late(words, |result| {
+                let output = &mut buffers.output(result.op)[result.to..][..result.from.len()];
+                bounce.read(result.from.start, output);
+            });
+        }
+    }
+
+    /// Tell whether memory was taken away from a device that may go on.
+    fn has_severed(&self) -> bool {
+        self.fenced == Some(Fence::Severed) && matches!(self.way, Way::Near(_))
+    }
+
+    /// Look at what the device has answered since its memory was taken away, once all that is published was looked at.
+    fn doubt(&mut self) {
+        match self.take_answers() {
+            Some(late) => {
+                late.iter().for_each(|words| self.endpoint.doubt(words));
+                self.late = late;
+            }
+            None => self.endpoint.doubt_all(),
+        }
+    }
+
+    /// Take out of the ring what is there; `None` if it makes no sense.
+    fn take_answers(&mut self) -> Option<Vec<[u64; COMPLETION_WORDS]>> {
+        let mut answers = Vec::new();
+        // More than the ring holds is not to be had, whatever the device does.
+        while answers.len() as u64 <= u64::from(self.config.in_flight_max) {
+            match self.data.completions.pop() {
+                Ok(Some(words)) => answers.push(words),
+                Ok(None) => return Some(answers),
+                Err(_) => return None,
+            }
+        }
+        None
     }
 
     pub(super) fn fence(&mut self) -> Fence {
@@ -135,6 +196,10 @@ impl ReferenceDriver {
                 tracing::warn!(device = self.device, ?other, "the device does not fence: taking its memory away");
             }
         }
+        if matches!(self.way, Way::Near(_)) {
+            // What can't be read is never an answer.
+            self.early = self.take_answers().unwrap_or_default();
+        }
         self.sever();
         Fence::Severed
     }
@@ -148,12 +213,17 @@ impl ReferenceDriver {
             }
             return;
         }
-        let mut keys: Vec<_> = self.endpoint.exposed().map(|(_, address, _)| address.region).collect();
-        keys.sort_unstable();
-        keys.dedup();
-        for key in keys {
+        let mut exposed: BTreeMap<RegionKey, Vec<Range<usize>>> = BTreeMap::new();
+        for (_, Address { region, offset_bytes }, len) in self.endpoint.exposed() {
+            let start = offset_bytes as usize;
+            exposed.entry(region).or_default().push(start..start + len);
+        }
+        for (key, chunks) in exposed {
             let Some(region) = self.registry.region(key) else { continue };
-            let severed = region.lock().unwrap_or_else(PoisonError::into_inner).sever();
+            let mut region = region.lock().unwrap_or_else(PoisonError::into_inner);
+            let pages = pages(chunks, region.page_len_bytes(), region.len_bytes());
+            let severed = region.sever(&pages);
+            drop(region);
             if let Err(error) = severed {
                 let Some(peer) = self.way.peer() else { return };
                 tracing::error!(device = self.device, %error, "can't take memory away: ending the device");
@@ -180,6 +250,21 @@ impl ReferenceDriver {
             },
         )
     }
+}
+
+/// Return the pages, each once, that these bytes of a memory of `whole` bytes lie in.
+fn pages(mut bytes: Vec<Range<usize>>, page: usize, whole: usize) -> Vec<Range<usize>> {
+    bytes.retain(|range| !range.is_empty());
+    bytes.sort_unstable_by_key(|range| range.start);
+    let mut pages: Vec<Range<usize>> = Vec::new();
+    for range in bytes {
+        let (start, end) = (range.start / page * page, range.end.next_multiple_of(page).min(whole));
+        match pages.last_mut() {
+            Some(last) if start <= last.end => last.end = last.end.max(end),
+            _ => pages.push(start..end),
+        }
+    }
+    pages
 }
 
 /// Read the result of a chunk: from its redo slot, or, of a device on another host, from where it has landed.
@@ -212,5 +297,9 @@ impl Remains for ReferenceDriver {
         let left = (&self.redo, &self.way, &self.bounce);
         let landing = self.endpoint.landing(seq);
         published(left, (self.config.group, self.config.epoch), (seq, landing), result)
+    }
+
+    fn is_unknown(&self, seq: u64) -> bool {
+        self.endpoint.is_unknown(seq)
     }
 }

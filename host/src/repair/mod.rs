@@ -34,5 +34,7 @@ pub(crate) use ledger::Ledger;
 #[cfg(test)]
 pub(crate) use plan::plan;
 pub(crate) use plan::{Piece, Source, Unrepairable};
-pub(crate) use remains::{Landed, Remains, fresh, give_contribution, give_result, land, ledger, result_lens};
+pub(crate) use remains::{
+    Landed, Remains, fresh, give_contribution, give_result, is_unknown, land, ledger, result_lens,
+};
 pub(crate) use view::{End, Event, View};

@@ -15,6 +15,12 @@ pub(crate) trait Remains {
     /// Read the whole result of a chunk from where its device had published it; false, and anything in `result`, if
     /// that is not to be had.
     fn published(&self, seq: u64, result: &mut [u8]) -> bool;
+
+    /// Tell whether nobody knows what this rank's memory holds of a chunk that it has no answer to: the device may have
+    /// written to it while it was taken away. It is neither a result nor a contribution.
+    fn is_unknown(&self, _seq: u64) -> bool {
+        false
+    }
 }
 
 /// Describe what this rank has.
@@ -37,7 +43,11 @@ pub(crate) fn ledger(remains: &dyn Remains) -> Ledger {
             let keep = op.keep(seq);
             // A result in place has overwritten it.
             let overwritten = is_answered && matches!(keep, Keep::Result(_));
-            let gives = if has_returned { matches!(keep, Keep::Contribution(_)) && has_bytes } else { !overwritten };
+            let part = op.part(seq);
+            // What is only received is in nobody's way.
+            let spoilt = part.gives.is_some() && remains.is_unknown(seq);
+            let intact = !overwritten && !spoilt;
+            let gives = if has_returned { matches!(keep, Keep::Contribution(_)) && has_bytes } else { intact };
             let holds = match keep {
                 Keep::Result(_) if is_answered && (has_bytes || !has_returned) => true,
                 Keep::Own(_) if has_bytes || !has_returned => true,
@@ -46,7 +56,7 @@ pub(crate) fn ledger(remains: &dyn Remains) -> Ledger {
                     remains.published(seq, &mut published)
                 }
             };
-            Class { needs: !is_answered && op.part(seq).takes.is_some(), holds, gives }
+            Class { needs: !is_answered && part.takes.is_some(), holds, gives }
         });
     }
     ledger.skip_to(ops.end());
@@ -145,6 +155,16 @@ impl Remains for Over<'_> {
     fn published(&self, seq: u64, result: &mut [u8]) -> bool {
         self.remains.published(seq, result)
     }
+
+    fn is_unknown(&self, seq: u64) -> bool {
+        !self.is_answered(seq) && self.remains.is_unknown(seq)
+    }
+}
+
+/// Tell whether nobody knows what the output of an operation in flight holds.
+pub(crate) fn is_unknown(remains: &dyn Remains, op: OpId) -> bool {
+    let op = remains.ops().in_flight().find(|other| other.id == op);
+    op.is_some_and(|op| (op.first()..op.end()).any(|seq| remains.is_unknown(seq)))
 }
 
 /// Return which elements of the output of an operation in flight are results by now, as runs in rising order; all others

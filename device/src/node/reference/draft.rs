@@ -4,7 +4,7 @@
 
 use super::Live;
 use super::chain::{Draft, Place};
-use sumac_hal::dma::{Address, Status, Step};
+use sumac_hal::dma::{Address, Covers, Status, Step};
 use sumac_hal::planted;
 use sumac_hal::reduce::Kernel;
 
@@ -34,7 +34,7 @@ impl Live<'_> {
     /// Begin a chain that touches an unpublished slot for the first time: nothing is published.
     pub(super) fn draft_begin(&self, index: usize, draft: &mut Draft) {
         if draft.steps.is_empty() && !self.has_begun(index) {
-            draft.push(Step::Publish { dst: self.redo_address(index), words: [0, 0] });
+            draft.push(Step::Publish { dst: self.redo_address(index), words: [0, 0], covers: Covers::NOTHING });
         }
     }
 
@@ -108,7 +108,7 @@ impl Live<'_> {
         }
         store.into_iter().for_each(|step| draft.push(step));
         let published = draft.steps.len();
-        draft.push(Step::Publish { dst: self.redo_address(index), words: self.record(index, rounds) });
+        draft.push(self.publication(index, rounds));
         draft.plan.publishes = true;
         draft.plan.rounds = rounds;
         let references = &refs.references[index * self.children.len()..][..self.children.len()];
@@ -120,11 +120,25 @@ impl Live<'_> {
         true
     }
 
+    /// Return the step that publishes the result of slot `index`, which is in the bounce if it was `rounded`.
+    pub(super) fn publication(&self, index: usize, rounded: bool) -> Step {
+        let value = if rounded { self.bounce(index) } else { self.accumulator(index, 0) };
+        let (dst, len_bytes) = (self.redo_address(index), self.result_len_bytes(index));
+        let covers = Covers { skip_bytes: (value.offset_bytes - dst.offset_bytes) as u32, len_bytes };
+        let covers = if len_bytes == 0 { Covers::NOTHING } else { covers };
+        Step::Publish { dst, words: self.record(index, rounded), covers }
+    }
+
+    /// Return the length of the result of slot `index`, as it lies in ranks' buffers.
+    fn result_len_bytes(&self, index: usize) -> u32 {
+        let slot = &self.slots[index];
+        slot.elements.unwrap_or(0) * slot.element_bytes(false).unwrap_or(0) as u32
+    }
+
     pub(super) fn draft_writes(&self, index: usize, rounds: bool, to: impl Iterator<Item = usize>, draft: &mut Draft) {
         let Some(refs) = &self.refs else { return };
         let src = if rounds { self.bounce(index) } else { self.accumulator(index, 0) };
-        let slot = &self.slots[index];
-        let len_bytes = slot.elements.unwrap_or(0) * slot.element_bytes(false).unwrap_or(0) as u32;
+        let len_bytes = self.result_len_bytes(index);
         for child in to {
             let Some(dst) = refs.references[index * self.children.len() + child].dst else { continue };
             if !draft.has_room(1) {

@@ -11,7 +11,7 @@ use crate::order::{Input, take};
 use crate::sets::ChildSet;
 use crate::slot::State;
 use sumac_hal::ctrl::{DropReason, Order};
-use sumac_hal::dma::{Chain, Completion, Engine, LocalMemory, Scope, Span, Status, Step, SubmitError, Tag};
+use sumac_hal::dma::{Chain, Completion, Engine, LocalMemory, Scope, Span, Status, SubmitError, Tag};
 use sumac_hal::reduce::Kernel;
 use sumac_hal::time::Instant;
 
@@ -350,7 +350,7 @@ impl Live<'_> {
             let bytes = &self.bytes[value];
             let span = Span { address: to, len_bytes: bytes.len() as u64 };
             engine.with_local(span, nothing_at(to), |acc, _| acc.copy_from_slice(bytes))?;
-            draft.push(Step::Publish { dst: self.redo_address(index), words: self.record(index, redo.rounded) });
+            draft.push(self.publication(index, redo.rounded));
             draft.plan.publishes = true;
         }
         // After a failure one at a time, so that memory that can't be written to is in nobody's way.

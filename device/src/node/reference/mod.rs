@@ -15,7 +15,7 @@
 //!
 //! | bytes | what |
 //! |---|---|
-//! | 0..16 | the record: in the first word epoch (bits 32..64) and CRC-32C of (group, epoch, seq, and a byte that is 1 if the result is in the bounce), in the second seq; anything else says that nothing is published |
+//! | 0..24 | the record: in the first word epoch (bits 32..64) and CRC-32C of (group, epoch, seq, and a byte that is 1 if the result is in the bounce), in the second seq; anything else says that nothing is published; in the third CRC-32C (bits 0..32) and length (bits 32..64) of the result's bytes ([`Covers`](sumac_hal::dma::Covers)) |
 //! | 64.. | bounce: one chunk, for what is rounded to another size, and for engines that can't combine |
 //! | 64 + chunk.. | accumulators, one chunk each; the first one becomes the value |
 //!
@@ -31,6 +31,8 @@
 //!   input is as it was, and all of them are pulled again as a new attempt. What came inline is still in the node's own
 //!   memory, so nobody has to send it again.
 //! - Every submission is answered once, and its regions are held exactly until then.
+//! - An answer is where its rank sees it before its slot is used again: between [`Node::poll_answer`] and the ring there
+//!   is no [`Node::poll_dma`]. A rank that has to take its memory away looks first for the record, then for the answer.
 //!
 //! Beyond PROTOCOL 1, a child by reference need not come back to say what it has: the engine has landed its result when
 //! the answer is given, so `have` moves with the answer. A rank can submit a whole operation and sleep.

@@ -7,9 +7,9 @@ use sumac_hal::dma::{Address, LocalMemory, Span, Status};
 use sumac_hal::wire::crc32c;
 
 impl Live<'_> {
-    /// Return the words that publish the result of slot `index`, which is in the bounce if it was `rounded`. The
-    /// checksum is of the record itself: that the bytes of the result are whole is what the order of a chain promises.
-    /// Ranks look for it when the device is gone.
+    /// Return the words that publish the result of slot `index`, which is in the bounce if it was `rounded`. Their
+    /// checksum is of the record itself; that of the result's bytes is the third word, which the engine writes before
+    /// them. Ranks look for both when the device is gone.
     pub(super) fn record(&self, index: usize, rounded: bool) -> [u64; 2] {
         let seq = self.shard().global(self.slots[index].local).0;
         let (group, epoch) = (self.group.config.group.0, self.group.config.epoch.to_bits());
@@ -32,6 +32,8 @@ impl Live<'_> {
     /// Take back what the record of slot `index` says, before anything of what it stands for is touched.
     pub(super) fn clear_record<E: LocalMemory>(&self, index: usize, engine: &mut E) -> Result<(), Status> {
         let address = self.redo_address(index);
+        // Whoever finds the record gone finds the answers that let the slot be used again.
+        fence(Ordering::Release);
         engine.with_local(Span { address, len_bytes: 16 }, nothing_at(address), |bytes, _| bytes.fill(0))?;
         // Ranks read the record, the result, and the record again while this goes on. Where a machine may reorder
         // stores, they would else see new bytes below the old record, and take a mixture for a whole result.

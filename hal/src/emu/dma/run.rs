@@ -14,6 +14,7 @@
 
 use super::map::{Map, Pin};
 use crate::dma::kernels::{Action, Elements, KEPT_LEN_BYTES, Workspace};
+use crate::dma::shared::covers_word;
 use crate::dma::{Address, Backing, Capabilities, RegionKey, Status, Step};
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
@@ -28,8 +29,13 @@ struct Resolved {
 }
 
 enum Work {
-    Publish([u64; 2]),
-    Elements { action: Action, src: Span, count: usize },
+    /// Two words, and what they cover.
+    Publish([u64; 2], Option<Span>),
+    Elements {
+        action: Action,
+        src: Span,
+        count: usize,
+    },
 }
 
 /// Consecutive elements, `size_bytes` each.
@@ -108,8 +114,8 @@ impl<'a> Runner<'a> {
                 ended = (Status::Aborted, at);
                 break;
             }
-            if let Work::Publish(words) = self.steps[at].work {
-                publish(self.steps[at].dst, words);
+            if let Work::Publish(words, covered) = self.steps[at].work {
+                publish(self.steps[at].dst, words, covered);
                 at += 1;
                 continue;
             }
@@ -140,12 +146,17 @@ impl<'a> Runner<'a> {
             Step::Load { source, accumulator, count, .. } => (Action::load(source, accumulator), count),
             Step::Reduce { op, source, accumulator, count, .. } => (Action::reduce(op, source, accumulator), count),
             Step::Store { op, output, count, ranks, .. } => (Action::store(op, output, ranks), count),
-            Step::Publish { words, .. } => {
+            Step::Publish { words, covers, .. } => {
                 let dst = self.span(step.dst(), step.dst_len_bytes(), (8, 8))?;
                 if !dst.base.addr().is_multiple_of(8) {
                     return Err(Status::Misaligned);
                 }
-                return Ok(Resolved { work: Work::Publish(words), dst });
+                let covered = match covers.at(step.dst()) {
+                    _ if covers.is_nothing() => None,
+                    None => return Err(Status::OutOfBounds),
+                    Some(at) => Some(self.span(at, covers.len_bytes.into(), (covers.len_bytes as usize, 1))?),
+                };
+                return Ok(Resolved { work: Work::Publish(words, covered), dst });
             }
         };
         let (action, count) = (action.ok_or(Status::Unsupported)?, count as usize);
@@ -183,7 +194,7 @@ impl<'a> Runner<'a> {
     fn group(&mut self, first: usize) -> (usize, bool) {
         // Copies come in bytes: they join a group if they are whole elements of it.
         let elements = self.steps[first..].iter().map_while(|step| match step.work {
-            Work::Publish(_) => None,
+            Work::Publish(..) => None,
             Work::Elements { action, count, .. } => Some((!matches!(action, Action::Copy), count)),
         });
         let mut count = 0;
@@ -278,8 +289,16 @@ unsafe fn run_group(workspace: &mut Workspace, steps: &[Resolved], tiled: bool, 
     true
 }
 
-/// Write two words so that they come after all writes before, and before all behind.
-fn publish(dst: Span, words: [u64; 2]) {
+/// Write two words so that they come after all writes before, and before all behind; and before them what they cover.
+fn publish(dst: Span, words: [u64; 2], covered: Option<Span>) {
+    if let Some(covered) = covered {
+        // SAFETY: the span was checked against pinned memory, and a chain's steps are done one after the other across a
+        // publication. Who writes there meanwhile, against the rules, gets a checksum that does not fit.
+        let third = unsafe { covers_word(covered.base, covered.len_bytes) };
+        // SAFETY: a publication that covers bytes is 24 bytes long, checked and aligned as below.
+        let to_third = unsafe { AtomicU64::from_ptr(dst.base.wrapping_add(16).cast()) };
+        to_third.store(third.to_le(), Ordering::Release);
+    }
     // SAFETY: the 16 bytes were checked against pinned memory and are 8-byte aligned.
     let (first, second) =
         unsafe { (AtomicU64::from_ptr(dst.base.cast()), AtomicU64::from_ptr(dst.base.wrapping_add(8).cast())) };

@@ -167,7 +167,11 @@ impl Device {
         let (op, f32, count) = (ReduceOp::Sum, Dtype::F32, COUNT);
         let slot = Address { region: SLOT, offset_bytes: 64 };
         let all: Vec<_> = self.seats.iter().map(|seat| seat.contribution.expect("everybody is in")).collect();
-        let mut steps = vec![Step::Publish { dst: Address { region: SLOT, offset_bytes: 0 }, words: [0, 0] }];
+        let mut steps = vec![Step::Publish {
+            dst: Address { region: SLOT, offset_bytes: 0 },
+            words: [0, 0],
+            covers: Default::default(),
+        }];
         for (rank, contribution) in all.iter().enumerate() {
             let src = contribution.src.expect("by reference");
             steps.push(match rank {
@@ -175,7 +179,11 @@ impl Device {
                 _ => Step::Reduce { op, source: f32, accumulator: f32, src, dst: slot, count },
             });
         }
-        steps.push(Step::Publish { dst: Address { region: SLOT, offset_bytes: 0 }, words: [1, 0] });
+        steps.push(Step::Publish {
+            dst: Address { region: SLOT, offset_bytes: 0 },
+            words: [1, 0],
+            covers: Default::default(),
+        });
         steps.extend(all.iter().map(|contribution| {
             let dst = contribution.dst.expect("wanted");
             Step::Store { op, accumulator: f32, output: f32, src: slot, dst, count, ranks: RANKS }

@@ -138,16 +138,66 @@ fn severed_memory_keeps_address_and_contents_and_loses_its_sharers() {
     let device = Region::open(duplicate(ours.file()), 10_000).expect("it is sealed");
     ours.write(100, b"before");
     let base = ours.base();
-    ours.sever().expect("memory");
+    ours.sever(std::slice::from_ref(&(0..10_000))).expect("memory");
     device.write(100, b"zombie");
     assert_eq!((ours.base(), bytes_of(&ours, 100, 6)), (base, b"before".to_vec()));
     ours.write(100, b"after ");
     assert_eq!(bytes_of(&device, 100, 6), b"zombie");
-    // What is handed over from now on is the fresh memory, sealed as well.
-    let next = Region::open(duplicate(ours.file()), 10_000).expect("it is sealed");
-    assert_eq!(bytes_of(&next, 100, 6), b"after ");
-    drop((device, next));
+    drop(device);
     assert_eq!(bytes_of(&ours, 100, 6), b"after ");
+}
+
+#[test]
+fn severing_some_pages_leaves_all_others_shared() {
+    let page = Region::create(1, Pages::Normal).expect("memory").page_len_bytes();
+    let mut ours = Region::create(5 * page + 10, Pages::Normal).expect("memory");
+    let device = Region::open(duplicate(ours.file()), 1 << 20).expect("it is sealed");
+    (0..6).for_each(|nth| ours.write(nth * page, &[nth as u8; 10]));
+    ours.sever(&[page..2 * page, 3 * page..4 * page, 5 * page..5 * page + 10]).expect("memory");
+    // Some pages twice.
+    ours.sever(&[page..3 * page]).expect("memory");
+    for nth in 0..6 {
+        assert_eq!(bytes_of(&ours, nth * page, 10), [nth as u8; 10], "page {nth}");
+        device.write(nth * page, &[9; 10]);
+        let expected = if nth == 0 || nth == 4 { 9 } else { nth as u8 };
+        assert_eq!(bytes_of(&ours, nth * page, 10), [expected; 10], "page {nth}");
+    }
+}
+
+#[test]
+#[should_panic(expected = "no range of whole pages")]
+fn a_part_of_a_page_is_not_severed() {
+    let mut ours = Region::create(10_000, Pages::Normal).expect("memory");
+    let _ = ours.sever(&[0..100]);
+}
+
+/// From safe Rust two threads may have parts of one buffer: severing one part must not undo writes to the other.
+#[test]
+fn severing_pages_undoes_no_write_to_their_neighbours() {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    const ROUNDS: usize = 200;
+    let page = Region::create(1, Pages::Normal).expect("memory").page_len_bytes();
+    let mut ours = Region::create(16 * page, Pages::Normal).expect("memory");
+    let (base, over) = (ours.base().as_ptr().expose_provenance(), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            // SAFETY: the memory outlives the scope, and these words, at both edges of what is severed, are this thread's.
+            let words = [page - 8, 15 * page].map(|at| unsafe {
+                std::sync::atomic::AtomicU64::from_ptr(std::ptr::with_exposed_provenance_mut(base + at))
+            });
+            let (mut written, mut undone) = (0_u64, 0_u64);
+            while !over.load(Ordering::Relaxed) {
+                undone += words.iter().filter(|word| word.load(Ordering::Relaxed) != written).count() as u64;
+                written += 1;
+                words.iter().for_each(|word| word.store(written, Ordering::Relaxed));
+            }
+            (written, undone)
+        });
+        (0..ROUNDS).for_each(|_| ours.sever(std::slice::from_ref(&(page..15 * page))).expect("memory"));
+        over.store(true, Ordering::Relaxed);
+        let (written, undone) = writer.join().expect("no panic");
+        assert_eq!(undone, 0, "of {written} writes");
+    });
 }
 
 #[test]

@@ -310,7 +310,7 @@ fn a_process_that_has_lost_its_share_writes_where_nobody_looks() {
     device.send(&Message::Memory { handle: 7 }, Some(region.file())).expect("it is open");
     assert_eq!(device.receive(LONG).expect("a message").message, numbered(7));
     assert_eq!(bytes_of(&region, 0, 4096), [1; 4096]);
-    region.sever().expect("memory");
+    region.sever(std::slice::from_ref(&(0..4096))).expect("memory");
     device.send(&numbered(2), None).expect("it is open");
     assert_eq!(device.receive(LONG).expect("a message").message, numbered(3));
     assert_eq!(bytes_of(&region, 0, 4096), [1; 4096]);

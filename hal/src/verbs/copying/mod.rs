@@ -18,9 +18,10 @@ mod tests;
 pub use regions::MapMemoryError;
 
 use super::config::VerbsError;
+use crate::dma::shared::covers_word;
 use crate::dma::{
-    Address, Backing, Capabilities, Chain, Completion, DmaMemory, Engine, LocalMemory, Profile, RegionKey, Scope, Span,
-    Status, Step, SubmitError,
+    Address, Backing, Capabilities, Chain, Completion, Covers, DmaMemory, Engine, LocalMemory, Profile, RegionKey,
+    Scope, Span, Status, Step, SubmitError,
 };
 use crate::remote::RemoteRegion;
 use regions::{Found, LANDING_MAX_BYTES, Mapped, Regions};
@@ -227,12 +228,23 @@ impl<C: Copier> Copying<C> {
         Ok(Copy { src, dst, len_bytes })
     }
 
-    /// Write two words: the second, then the first, after all before and before all behind.
-    fn publish(&self, step: &Step, words: [u64; 2]) -> Result<(), Status> {
+    /// Write two words: the second, then the first, after all before and before all behind; and before them what they
+    /// cover.
+    fn publish(&self, step: &Step, (words, covers): ([u64; 2], Covers)) -> Result<(), Status> {
         self.capabilities.check(step)?;
         let base = self.regions.find(step.dst(), step.dst_len_bytes())?.here.ok_or(Status::Unsupported)?;
         if !base.addr().is_multiple_of(8) {
             return Err(Status::Misaligned);
+        }
+        if !covers.is_nothing() {
+            let (at, len) = (covers.at(step.dst()).ok_or(Status::OutOfBounds)?, covers.len_bytes);
+            let covered = self.regions.find(at, len.into())?.here.ok_or(Status::Unsupported)?;
+            // SAFETY: as many bytes of mapped memory. Who writes there meanwhile, against the rules, gets a checksum that
+            // does not fit.
+            let third = unsafe { covers_word(covered, len as usize) };
+            // SAFETY: a publication that covers bytes has 24 of mapped memory, 8-byte aligned.
+            let to_third = unsafe { AtomicU64::from_ptr(base.wrapping_add(16).cast()) };
+            to_third.store(third.to_le(), Ordering::Release);
         }
         // SAFETY: 16 bytes of mapped memory, 8-byte aligned.
         let (first, second) =
@@ -252,7 +264,7 @@ impl<C: Copier> Copying<C> {
             }
             match flight.steps.get(flight.done).copied() {
                 None => return self.end(at, Status::Done),
-                Some(step @ Step::Publish { words, .. }) => match self.publish(&step, words) {
+                Some(step @ Step::Publish { words, covers, .. }) => match self.publish(&step, (words, covers)) {
                     Ok(()) => {
                         let flight = &mut self.flights[at];
                         flight.done += 1;

@@ -181,7 +181,7 @@ impl Bench {
 #[test]
 fn what_is_not_tied_leaves_together_and_the_rest_waits() {
     let mut bench = bench();
-    let publish = |words| Step::Publish { dst: at(1, 0), words };
+    let publish = |words| Step::Publish { dst: at(1, 0), words, covers: Default::default() };
     let steps = [
         publish([0, 0]),
         copy(at(0, 0), at(1, 16), 32),
@@ -239,7 +239,7 @@ fn a_step_that_is_wrong_ends_the_chain_where_it_stands() {
         dst: at(1, 0),
         count: 1,
     };
-    let publish = |dst| Step::Publish { dst, words: [1, 2] };
+    let publish = |dst| Step::Publish { dst, words: [1, 2], covers: Default::default() };
     for (wrong, status) in [
         (copy(at(7, 0), at(1, 0), 8), Status::BadRegion),
         (copy(at(9, 0), at(1, 0), 8), Status::BadRegion),
@@ -378,7 +378,7 @@ fn a_peer_that_is_gone_ends_the_chains_at_its_memory_only() {
     for (wrong, status) in [
         (copy(at(2, 60), at(1, 0), 8), Status::OutOfBounds),
         (copy(at(2, 0), at(3, 32), 8), Status::Unsupported),
-        (Step::Publish { dst: at(2, 0), words: [1, 2] }, Status::Unsupported),
+        (Step::Publish { dst: at(2, 0), words: [1, 2], covers: Default::default() }, Status::Unsupported),
     ] {
         assert_eq!(bench.run(&[wrong]), (status, 0), "{wrong:?}");
     }

@@ -188,6 +188,8 @@ impl<G: Bulk> GpuEngine<G> {
         }
         let whole = |memory| Part { memory, at: 0, len_bytes: len as usize };
         let handed = match (step, &from) {
+            // A stream has no instruction for checksums.
+            (Step::Publish { covers, .. }, _) if !covers.is_nothing() => return Err(Status::Unsupported),
             (Step::Publish { words, .. }, _) => self.gpu.publish(&self.stream, whole(&to), *words),
             (_, Some(from)) => {
                 let (a, b) = (self.gpu.addresses(&to), self.gpu.addresses(from));

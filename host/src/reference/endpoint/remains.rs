@@ -1,16 +1,18 @@
 //! What is left at this rank when its device writes nothing any more: what was published, and perhaps not delivered.
 
-use super::{ReferenceEndpoint, Run, State};
+use super::{Drain, ReferenceEndpoint, Run, State};
 use crate::endpoint::{Buffers, OpId, Part};
 use std::ops::Range;
 use sumac_hal::dma::Address;
 use sumac_hal::ids::ChunkNo;
+use sumac_hal::mmio::{COMPLETION_WORDS, CompletionEntry, EntryStatus};
 
 impl ReferenceEndpoint {
     /// Write each chunk that was published and perhaps not delivered to where the device may have written a part of it;
-    /// returns how many. `write` returns false for memory that it does not know.
+    /// returns how many. `write` returns false for memory that it does not know. These chunks have landed then: in the
+    /// caller's own memory there is nothing left to copy, and the record may be gone when it is looked at again.
     pub(crate) fn recover(
-        &self,
+        &mut self,
         published: impl Fn(u64, &mut [u8]) -> bool,
         mut write: impl FnMut(Address, &[u8]) -> bool,
     ) -> usize {
@@ -22,6 +24,7 @@ impl ReferenceEndpoint {
             let Some(result) = result.get_mut(..len) else { continue };
             if published(seq.0, result) && write(address, result) {
                 recovered += 1;
+                self.salvaged(seq.0);
             }
         }
         recovered
@@ -43,6 +46,84 @@ impl ReferenceEndpoint {
                 self.salvaged(seq);
             }
         }
+    }
+
+    /// Take in an answer that came before memory was taken from the device, where no output is at hand: what the device
+    /// itself has written to the caller's memory is there.
+    pub(in crate::reference) fn note_landed(&mut self, words: &[u64; COMPLETION_WORDS]) {
+        let Some((true, chunks)) = self.answered_by(words) else { return };
+        for chunk in self.chunks.range_mut(chunks) {
+            if chunk.state == State::Submitted && chunk.dst.is_some() {
+                chunk.state = State::Landed;
+            }
+        }
+    }
+
+    /// Take in an answer that may have come while memory was taken from the device. Of chunks that lie there it says
+    /// nothing: what was written after the copy is not here. Nobody knows of them what is not published: an answer of any
+    /// kind lets the device use a redo slot again. So look there before, and for answers after.
+    pub(crate) fn doubt(&mut self, words: &[u64; COMPLETION_WORDS]) {
+        match (self.answered_by(words), CompletionEntry::parse(words)) {
+            (Some((_, chunks)), _) => self.doubt_chunks(chunks),
+            (None, Ok(CompletionEntry::Operations { .. } | CompletionEntry::Missing { .. })) => {}
+            // Whatever it was.
+            (None, _) => self.doubt_all(),
+        }
+    }
+
+    /// The same where answers can't be read.
+    pub(crate) fn doubt_all(&mut self) {
+        self.doubt_chunks(0..self.chunks.len());
+    }
+
+    fn doubt_chunks(&mut self, chunks: Range<usize>) {
+        for chunk in self.chunks.range_mut(chunks) {
+            if chunk.state != State::Landed && chunk.dst.is_some() {
+                chunk.state = State::Unknown;
+            }
+        }
+    }
+
+    /// Land what such an answer says to be in the bounce buffer, which is not taken away; `drain` copies it.
+    pub(crate) fn land_late(&mut self, words: &[u64; COMPLETION_WORDS], mut drain: impl FnMut(&Drain)) {
+        let Some((true, chunks)) = self.answered_by(words) else { return };
+        let own_end = self.own_end();
+        for (chunk, seq) in self.chunks.iter_mut().zip(self.have..).skip(chunks.start).take(chunks.len()) {
+            if let Some(result) = &chunk.drain
+                && chunk.state == State::Submitted
+                && seq < own_end
+            {
+                drain(result);
+                chunk.state = State::Landed;
+            }
+        }
+    }
+
+    /// Return which of the open chunks an entry answers, and whether it says that their results have landed; `None` if it
+    /// answers none of this group, or chunks that are not open.
+    fn answered_by(&self, words: &[u64; COMPLETION_WORDS]) -> Option<(bool, Range<usize>)> {
+        let Ok(CompletionEntry::Answer { status, group, epoch, seq, count, .. }) = CompletionEntry::parse(words) else {
+            return None;
+        };
+        let landed = status == EntryStatus::Result;
+        let from = usize::try_from(seq.0.checked_sub(self.have)?).ok()?;
+        let end = from.checked_add(usize::from(count)).filter(|&end| end <= self.chunks.len())?;
+        let is_ours = group == self.config.group && (!landed || epoch == self.config.epoch);
+        is_ours.then_some((landed, from..end))
+    }
+
+    /// Return the chunks whose results may be looked for in redo slots, and the length of each: of operations that have
+    /// returned, as far as others may lack them, and of those in flight, as far as they are submitted.
+    pub(crate) fn looked_up(&self) -> impl Iterator<Item = (u64, usize)> + '_ {
+        let kept = self.ops.kept().map(|kept| (kept.op, kept.from));
+        let all = kept.chain(self.ops.in_flight().map(|op| (*op, op.first())));
+        all.flat_map(|(op, from)| (from..op.end().min(self.next())).map(move |seq| (seq, op.result_len(seq))))
+    }
+
+    /// Tell whether nobody knows what the memory of a chunk holds.
+    pub(crate) fn is_unknown(&self, seq: u64) -> bool {
+        let index = seq.checked_sub(self.have).and_then(|index| usize::try_from(index).ok());
+        index.and_then(|index| self.chunks.get(index)).is_some_and(|chunk| chunk.state == State::Unknown)
     }
 
     /// Return each chunk that is submitted and has not landed, with what this rank has to do with it.

@@ -20,7 +20,7 @@ fn answer(status: EntryStatus, seq: u64, count: u16) -> CompletionEntry {
 /// An endpoint with an all-reduce of four chunks in flight, registered.
 fn in_flight() -> ReferenceEndpoint {
     let mut endpoint = endpoint(0, 2);
-    let places = Places { input: Some(OWN), output: Some(OWN) };
+    let places = Places { input: Some(OWN), output: Some(OWN), writable: None };
     endpoint.post(OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 64), Path::Tree, places).expect("room");
     assert_eq!(endpoint.next_run().expect("a run").contribution.count, 4);
     endpoint
@@ -79,7 +79,7 @@ fn mask(ranks: &[u32]) -> RankMask {
 fn a_limit_goes_before_its_operation_and_who_is_missing_comes_before_its_result() {
     let limit = Limit { us: 500, cuts: true };
     let sum = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 64);
-    let places = Places { input: Some(OWN), output: Some(OWN) };
+    let places = Places { input: Some(OWN), output: Some(OWN), writable: None };
     let mut endpoint = endpoint(0, 4);
     for limit in [None, Some(limit)] {
         endpoint.post_within(sum, Path::Tree, limit, places).expect("room");

@@ -106,12 +106,23 @@ impl Seat {
         }
         let at = |region, offset: usize| Address { region, offset_bytes: (BASE + offset) as u64 };
         let start = input.start.min(output.start);
+        // Where the output's region has pages of 128 bytes, of which the first and the last hold other things as well.
+        let pages = layout.output && layout.alignment == 1;
+        let end = (BASE + output.len()) / 128 * 128;
+        let address = Address { region: OUTPUT, offset_bytes: BASE.next_multiple_of(128) as u64 };
+        let len_bytes = (end as u64).saturating_sub(address.offset_bytes);
+        let writable = pages.then_some(sumac_hal::dma::Span { address, len_bytes });
         let places = match layout {
             Layout { in_place: true, .. } => Places {
                 input: layout.output.then(|| at(OUTPUT, input.start - start)),
                 output: layout.output.then(|| at(OUTPUT, output.start - start)),
+                writable,
             },
-            _ => Places { input: layout.input.then(|| at(INPUT, 0)), output: layout.output.then(|| at(OUTPUT, 0)) },
+            _ => Places {
+                input: layout.input.then(|| at(INPUT, 0)),
+                output: layout.output.then(|| at(OUTPUT, 0)),
+                writable,
+            },
         };
         let op = seat.endpoint.post(*desc, Path::Tree, places).expect("room");
         assert_eq!(op, OpId(0));
@@ -323,7 +334,8 @@ fn runs_are_as_long_as_they_can_be() {
     for registered in [true, false] {
         let mut endpoint = super::endpoint(0, 2);
         let at = Address { region: INPUT, offset_bytes: 0 };
-        let places = if registered { Places { input: Some(at), output: Some(at) } } else { Places::default() };
+        let places =
+            if registered { Places { input: Some(at), output: Some(at), writable: None } } else { Places::default() };
         let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 16 * 40 + 3);
         endpoint.post(desc, Path::Tree, places).expect("room");
         let counts: Vec<_> = std::iter::from_fn(|| endpoint.next_run())

@@ -115,14 +115,20 @@ fn job_within(deadline: Duration, ranks: u32, behaviour: Behaviour, program: imp
 fn calls_take_any_slice_and_say_which_way_it_went() {
     job(2, Behaviour::Honest, |comm| {
         let rank = comm.rank();
-        let mut buffer = comm.alloc::<f32>(1000).expect("memory");
+        let mut buffer = comm.alloc::<f32>(3000).expect("memory");
         assert!(buffer.is_registered() && buffer.iter().all(|&value| value == 0.0));
         buffer.fill(1.0 + rank as f32);
-        let outcome = comm.all_reduce(&mut buffer[10..900], ReduceOp::Sum).expect("a result");
+        let outcome = comm.all_reduce(&mut buffer[10..2900], ReduceOp::Sum).expect("a result");
         assert_eq!((outcome.path, outcome.transfer), (Path::Tree, Some(Transfer::Registered)));
-        assert_eq!(outcome.wire_bytes, 890 * 4, "what the device fetched");
-        let inside = |at| (10..900).contains(&at);
-        assert!((0..1000).all(|at| buffer[at] == if inside(at) { 3.0 } else { 1.0 + rank as f32 }));
+        assert_eq!(outcome.wire_bytes, 2890 * 4, "what the device fetched");
+        let inside = |at| (10..2900).contains(&at);
+        assert!((0..3000).all(|at| buffer[at] == if inside(at) { 3.0 } else { 1.0 + rank as f32 }));
+
+        // A page that holds other elements too is not the device's to write to.
+        buffer[10..900].fill(1.0 + rank as f32);
+        let outcome = comm.all_reduce(&mut buffer[10..900], ReduceOp::Sum).expect("a result");
+        assert_eq!((outcome.path, outcome.transfer), (Path::Tree, Some(Transfer::Bounced)));
+        assert!((0..3000).all(|at| buffer[at] == if inside(at) { 3.0 } else { 1.0 + rank as f32 }));
 
         let mut plain = vec![1.0 + rank as f32; 1000];
         let outcome = comm.all_reduce(&mut plain, ReduceOp::Sum).expect("a result");

@@ -5,12 +5,13 @@ use crate::reference::Seating;
 use crate::reference::driver::ReferenceDriver;
 use crate::reference::redo::record;
 use crate::reference::retire::Life;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::os::fd::AsFd;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use sumac_hal::dma::{Address, Capabilities, Profile, RegionKey};
+use sumac_hal::dma::{Address, Capabilities, Covers, Profile, RegionKey};
 use sumac_hal::ids::{BootId, ChildIndex, ChunkNo, Rank};
 use sumac_hal::mmio::{
     AdminCommand, COMPLETION_WORDS, CompletionEntry, Contribution, EntryStatus, Features, FunctionConfig,
@@ -62,8 +63,29 @@ pub(super) enum Behaviour {
     Breaks,
     /// Publishes what others have made of a chunk as soon as it is there, and says that rank 0 has left.
     LeavesOut,
+    /// Answers no fence, and finishes what it has at some time, as if nothing had been.
+    Wakes(Wake),
     /// Answers the first contribution with this.
     Says([u64; COMPLETION_WORDS]),
+}
+
+/// When a device wakes, and what it does then.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Wake {
+    /// As the fence comes; it goes on with its redo slots at once.
+    Fence,
+    /// When it is [woken](wake); what it has published stays.
+    Later,
+    /// When it is woken; it goes on with its redo slots at once.
+    LaterAndOn,
+}
+
+/// Devices that are awake, by name.
+static AWAKE: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+
+/// Wake the device of this name.
+pub(super) fn wake(name: &str) {
+    AWAKE.lock().expect("no panic").insert(name.to_owned());
 }
 
 /// One chunk of one rank.
@@ -90,6 +112,7 @@ struct Seat {
 }
 
 pub(super) struct Device {
+    name: String,
     behaviour: Behaviour,
     seats: Vec<Seat>,
     pub(super) regions: HashMap<RegionKey, Region>,
@@ -104,11 +127,12 @@ pub(super) fn start(ranks: u32, behaviour: Behaviour) -> (String, JoinHandle<Dev
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let name = format!("sumac-host-test-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
     let listener = Listener::bind(&name).expect("a free name");
+    let own = name.clone();
     let thread = std::thread::spawn(move || {
         let redo = Region::create(REDO_OFFSET + SLOTS as usize * SLOT, Pages::Normal).expect("memory");
         let seats = (0..ranks).filter_map(|_| welcome(&listener, &redo, behaviour)).collect();
         let (regions, chunks) = (HashMap::new(), BTreeMap::new());
-        let mut device = Device { behaviour, seats, regions, next_region: 4, redo, chunks, fences: 0 };
+        let mut device = Device { name: own, behaviour, seats, regions, next_region: 4, redo, chunks, fences: 0 };
         while device.turn() {
             std::thread::sleep(Duration::from_micros(20));
         }
@@ -206,6 +230,7 @@ impl Device {
                 let complete: Vec<_> = self.complete().collect();
                 complete.into_iter().for_each(|seq| self.finish(seq));
             }
+            Behaviour::Wakes(_) if AWAKE.lock().expect("no panic").contains(&self.name) => self.wake_up(),
             Behaviour::LeavesOut => {
                 let complete: Vec<_> = self.complete().collect();
                 complete.into_iter().for_each(|seq| self.leave_out(seq));
@@ -251,6 +276,12 @@ impl Device {
             AdminCommand::Deregister { region } => {
                 assert!(self.regions.remove(&region).is_some());
                 (EntryStatus::Result, 0)
+            }
+            AdminCommand::Fence { .. } if matches!(self.behaviour, Behaviour::Wakes(_)) => {
+                if self.behaviour == Behaviour::Wakes(Wake::Fence) {
+                    wake(&self.name);
+                }
+                return;
             }
             AdminCommand::Fence { group, epoch } => {
                 assert_eq!((group, epoch), (GROUP, EPOCH));
@@ -319,8 +350,19 @@ impl Device {
         let location = (seq / 2 % 2) as u8;
         let at = if location == 0 { slot + 64 + usize::from(CHUNK) } else { slot + 64 };
         self.redo.write(at, result);
-        let words = record(GROUP, EPOCH, seq, location);
-        self.redo.write(slot, &words.map(u64::to_le_bytes).concat());
+        let [first, second] = record(GROUP, EPOCH, seq, location);
+        self.redo.write(slot, &[first, second, Covers::word(result)].map(u64::to_le_bytes).concat());
+    }
+
+    /// Finish all that everybody has contributed to.
+    fn wake_up(&mut self) {
+        let complete: Vec<_> = self.complete().collect();
+        for seq in complete {
+            self.finish(seq);
+            if self.behaviour != Behaviour::Wakes(Wake::Later) {
+                self.redo.write(REDO_OFFSET + (seq % SLOTS) as usize * SLOT, &[0; 16]);
+            }
+        }
     }
 
     fn finish(&mut self, seq: u64) {

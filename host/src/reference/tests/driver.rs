@@ -37,7 +37,8 @@ impl Buffers for Lent<'_> {
 pub(super) fn post(driver: &mut ReferenceDriver, desc: OpDesc, buffers: &mut Lent<'_>) -> (OpId, Transfer) {
     let (input, input_len) = (driver.place(buffers.input(OpId(0)), &desc), buffers.input(OpId(0)).len());
     let (output, output_len) = (driver.place(buffers.output(OpId(0)), &desc), buffers.output(OpId(0)).len());
-    let places = Places { input, output };
+    let writable = driver.whole_pages(buffers.output(OpId(0)));
+    let places = Places { input, output, writable };
     let transfer = driver.transfer(&places, input_len, output_len);
     (driver.post(desc, Path::Tree, places).expect("room"), transfer)
 }
@@ -84,8 +85,10 @@ fn ranks_add_up_wherever_their_buffers_are() {
             registered[5..].copy_from_slice(&plain);
             other.copy_from_slice(&plain);
             let way = (round + rank as usize) % 5;
+            // Where there is no page behind the one that the first elements are on, all of the result is on that one.
+            let beside = if len > 1024 { Transfer::Registered } else { Transfer::Bounced };
             let ends = match way {
-                0 => (Lent::InPlace(bytemuck::cast_slice_mut(&mut registered[5..])), Transfer::Registered),
+                0 => (Lent::InPlace(bytemuck::cast_slice_mut(&mut registered[5..])), beside),
                 1 => (Lent::InPlace(bytemuck::cast_slice_mut(&mut plain)), Transfer::Bounced),
                 2 => (
                     Lent::Separate(bytemuck::cast_slice(&registered[5..]), bytemuck::cast_slice_mut(&mut other)),

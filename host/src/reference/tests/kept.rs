@@ -58,7 +58,7 @@ fn answer(endpoint: &mut ReferenceEndpoint, status: EntryStatus, count: u16) {
 /// Rank 0's side of an operation that has returned there with its input of sevens, which its caller then cleared.
 fn returned(desc: OpDesc, published: fn(u64) -> bool) -> (Left, Memory) {
     let mut endpoint = endpoint(0, 2);
-    let places = Places { input: Some(OWN), output: None };
+    let places = Places { input: Some(OWN), output: None, writable: None };
     endpoint.post(desc, Path::Tree, places).expect("room");
     assert_eq!(endpoint.next_run().expect("a run").contribution.count, 4);
     answer(&mut endpoint, EntryStatus::Done, 4);
@@ -72,7 +72,7 @@ fn returned(desc: OpDesc, published: fn(u64) -> bool) -> (Left, Memory) {
 /// The ledger of rank 1, which has contributed and lacks everything from chunk 1 on.
 fn lacking(desc: OpDesc) -> Ledger {
     let mut endpoint = endpoint(1, 2);
-    endpoint.post(desc, Path::Tree, Places { input: Some(OWN), output: Some(OWN) }).expect("room");
+    endpoint.post(desc, Path::Tree, Places { input: Some(OWN), output: Some(OWN), writable: None }).expect("room");
     assert!(endpoint.next_run().is_some());
     answer(&mut endpoint, EntryStatus::Result, 1);
     ledger(&Left { endpoint, published: |_| false })

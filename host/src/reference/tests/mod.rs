@@ -11,6 +11,7 @@ mod endings;
 mod far;
 mod kept;
 mod pulse;
+mod severed;
 
 use super::endpoint::{BounceConfig, ReferenceConfig, ReferenceEndpoint};
 use sumac_hal::dma::RegionKey;

@@ -3,10 +3,11 @@
 
 use super::super::Remains;
 use crate::endpoint::{Buffers, Endpoint, OpId, Ops};
-use crate::reference::{ReadAt, Redo, ReferenceEndpoint};
+use crate::reference::{Drain, ReadAt, Redo, ReferenceEndpoint};
 use std::fmt;
 use sumac_hal::dma::Address;
 use sumac_hal::ids::{Epoch, GroupId};
+use sumac_hal::mmio::COMPLETION_WORDS;
 use sumac_hal::op::OpDesc;
 
 /// Copies bytes out of the redo memory, from an offset on; false if there are not as many.
@@ -51,7 +52,11 @@ impl RedoSlots {
     /// Look at redo slots through `memory`.
     pub fn new(place: RedoPlace, memory: ReadRedo) -> Self {
         let RedoPlace { group, epoch, offset_bytes, slot_len_bytes, slots, chunk_len_bytes } = place;
-        Self { redo: Redo { memory, offset_bytes, slot_len_bytes, slots, chunk_len_bytes }, view: (group, epoch) }
+        let frozen = None;
+        Self {
+            redo: Redo { memory, offset_bytes, slot_len_bytes, slots, chunk_len_bytes, frozen },
+            view: (group, epoch),
+        }
     }
 
     /// Keep of the operations that are complete now what others may lack: after answers were taken in.
@@ -59,9 +64,26 @@ impl RedoSlots {
         endpoint.keep(|seq| self.redo.is_published(self.view, seq), buffers);
     }
 
-    /// Take in again what the device has answered: it is fenced, and what is in the ring is looked at once more.
-    pub fn reopen(&self, endpoint: &mut ReferenceEndpoint) {
+    /// Take in again what the device has answered: it is fenced, and what is in the ring is looked at once more; what is
+    /// published was looked at.
+    pub fn reopen(&mut self, endpoint: &mut ReferenceEndpoint) {
+        self.redo.freeze(self.view, endpoint.looked_up());
         endpoint.reopen();
+    }
+
+    /// Take in, after [`RedoSlots::recover`], what the device has answered while memory was taken away from it.
+    pub fn doubt(&self, endpoint: &mut ReferenceEndpoint, words: &[u64; COMPLETION_WORDS]) {
+        endpoint.doubt(words);
+    }
+
+    /// Then, after [`RedoSlots::land`], land what such an answer says to be in the bounce buffer; `drain` copies it.
+    pub fn land_late(
+        &self,
+        endpoint: &mut ReferenceEndpoint,
+        words: &[u64; COMPLETION_WORDS],
+        drain: impl FnMut(&Drain),
+    ) {
+        endpoint.land_late(words, drain);
     }
 
     /// End the group: nothing is taken in any more. Write what was published and perhaps not delivered to where the
@@ -105,6 +127,11 @@ impl Left<'_> {
         self.is_answered(seq)
     }
 
+    /// Tell whether nobody knows what the rank's memory holds of an operation in flight.
+    pub fn is_in_doubt(&self, op: OpId) -> bool {
+        super::super::is_unknown(self, op)
+    }
+
     /// Return how many chunks an operation has that goes through the tree.
     pub fn chunks(&self, desc: &OpDesc) -> u64 {
         self.ops().chunks(desc)
@@ -131,5 +158,9 @@ impl Remains for Left<'_> {
             Self::Packets(endpoint) => endpoint.published(seq, result),
             Self::References(_, redo) => redo.redo.published(redo.view, seq, result),
         }
+    }
+
+    fn is_unknown(&self, seq: u64) -> bool {
+        matches!(self, Self::References(endpoint, _) if endpoint.is_unknown(seq))
     }
 }

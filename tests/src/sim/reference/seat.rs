@@ -100,7 +100,7 @@ impl Seat {
             let offset_bytes = (found.base + start) as u64;
             Some(Address { region, offset_bytes }).filter(|at| at.offset_bytes.is_multiple_of(value_bytes))
         });
-        Places { input, output }
+        Places { input, output, writable: None }
     }
 
     /// Take in what the device has answered; true if there was anything.

@@ -65,9 +65,13 @@ impl FakeEngine {
             (Step::Store { op, output, ranks, .. }, Some((_, src))) => {
                 Kernel::new(output, op).expect("checked").store(&mut out, &src, ranks);
             }
-            (Step::Publish { words, .. }, None) => {
+            (Step::Publish { dst, words, covers }, None) => {
                 assert!(!halfway, "a publication is in one piece");
                 out = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+                if !covers.is_nothing() {
+                    let covered = self.bytes(covers.at(dst).expect("an address"), covers.len_bytes.into());
+                    out.extend(sumac_hal::dma::Covers::word(covered).to_le_bytes());
+                }
             }
             other => panic!("{other:?}"),
         }

@@ -7,7 +7,8 @@ mod refuse;
 
 use super::{DmaConfig, EmuEngine, HeapMemory, Strictness};
 use crate::dma::{
-    Address, Chain, Completion, Engine, LocalMemory, Profile, RegionKey, Scope, Span, Status, Step, Tag, WaitEngine,
+    Address, Chain, Completion, Covers, Engine, LocalMemory, Profile, RegionKey, Scope, Span, Status, Step, Tag,
+    WaitEngine,
 };
 use crate::op::{Dtype, ReduceOp};
 use crate::reduce::Kernel;
@@ -73,12 +74,18 @@ fn model(memories: &mut [Vec<u8>], step: &Step) -> Result<(), Status> {
     };
     let (dst, dst_len_bytes) = (step.dst(), step.dst_len_bytes());
     let Some(src) = step.src() else {
-        let Step::Publish { words, .. } = step else { unreachable!("only publications have no source") };
-        if !fits(dst, 16) {
+        let Step::Publish { words, covers, .. } = step else { unreachable!("only publications have no source") };
+        let covered = Address { offset_bytes: dst.offset_bytes + u64::from(covers.skip_bytes), ..dst };
+        if !fits(dst, dst_len_bytes) || !fits(covered, covers.len_bytes.into()) {
             return Err(Status::OutOfBounds);
         }
-        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        memories[usize::from(dst.region.index)][dst.offset_bytes as usize..][..16].copy_from_slice(&bytes);
+        let memory = &mut memories[usize::from(dst.region.index)];
+        let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        if !covers.is_nothing() {
+            let covered = &memory[covered.offset_bytes as usize..][..covers.len_bytes as usize];
+            bytes.extend(Covers::word(covered).to_le_bytes());
+        }
+        memory[dst.offset_bytes as usize..][..bytes.len()].copy_from_slice(&bytes);
         return Ok(());
     };
     let src_len_bytes = step.src_len_bytes();
@@ -143,7 +150,10 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
             6 => Step::Store { op, accumulator, output: dtype, src, dst, count, ranks: 2 },
             _ => {
                 let dst = Address { offset_bytes: dst.offset_bytes & !7, ..dst };
-                Step::Publish { dst, words: [u64::from(count), src.offset_bytes] }
+                let nothing = src.offset_bytes % 2 == 0;
+                let covers = Covers { skip_bytes: 24 + count, len_bytes: count };
+                let covers = if nothing { Covers::NOTHING } else { covers };
+                Step::Publish { dst, words: [u64::from(count), src.offset_bytes], covers }
             }
         }
     });
@@ -212,7 +222,7 @@ fn all_reduce(ranks: u16, seq: u64, slot_offset_bytes: u64, input_offset_bytes: 
     let (op, f32, header, slot) = (ReduceOp::Sum, Dtype::F32, at(0, slot_offset_bytes), at(0, slot_offset_bytes + 64));
     let input = |rank: u16| at(1 + rank, input_offset_bytes);
     let mut steps = vec![
-        Step::Publish { dst: header, words: [0, 0] },
+        Step::Publish { dst: header, words: [0, 0], covers: Default::default() },
         Step::Load { source: f32, accumulator: f32, src: input(0), dst: slot, count },
     ];
     steps.extend((1..ranks).map(|rank| Step::Reduce {
@@ -225,7 +235,7 @@ fn all_reduce(ranks: u16, seq: u64, slot_offset_bytes: u64, input_offset_bytes: 
     }));
     let all = u32::from(ranks);
     steps.push(Step::Store { op, accumulator: f32, output: f32, src: slot, dst: slot, count, ranks: all });
-    steps.push(Step::Publish { dst: header, words: [1, seq] });
+    steps.push(Step::Publish { dst: header, words: [1, seq], covers: Default::default() });
     steps.extend((0..ranks).map(|rank| Step::Copy { src: slot, dst: input(rank), len_bytes: count * 4 }));
     steps
 }

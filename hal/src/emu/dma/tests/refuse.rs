@@ -31,7 +31,7 @@ fn mistakes() -> Vec<(Step, Status, Status)> {
         both(copy(at(0, 0), at(1, 0), 0), Status::TooLong),
         both(copy(at(0, 0), at(0, 3), 4), Status::Overlap),
         both(reduce(at(0, 8), at(0, 8)), Status::Overlap),
-        both(Step::Publish { dst: at(0, 4), words: [1, 2] }, Status::Misaligned),
+        both(Step::Publish { dst: at(0, 4), words: [1, 2], covers: Default::default() }, Status::Misaligned),
         (reduce(at(0, 2), at(1, 0)), Status::Done, Status::Misaligned),
         (reduce(at(0, 0), at(1, 6)), Status::Done, Status::Misaligned),
         // A pair of values is aligned where they are.

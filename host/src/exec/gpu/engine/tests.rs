@@ -62,7 +62,7 @@ fn a_chain_reduces_in_order_and_publishes_behind() {
         Step::Copy { src: at(a, 0), dst: at(out, 16), len_bytes: 16 },
         reduce,
         Step::Copy { src: at(out, 16), dst: at(out, 32), len_bytes: 16 },
-        Step::Publish { dst: at(out, 0), words: [7, 9] },
+        Step::Publish { dst: at(out, 0), words: [7, 9], covers: Default::default() },
     ];
     assert_eq!(run(&mut engine, &steps), (Status::Done, 4));
     let mut wanted = [7_u64, 9].iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();

@@ -1,0 +1,108 @@
+//! CRC-32C (Castagnoli, as in iSCSI, RFC 3720 B.4), of bytes that are at hand and of bytes that come block by block.
+
+/// Return the CRC-32C (Castagnoli, as in iSCSI, RFC 3720 B.4) of `bytes`.
+#[cfg(feature = "std")]
+pub fn crc32c(bytes: &[u8]) -> u32 {
+    // Hosted: carry-less multiplication where the processor has it.
+    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
+}
+
+/// Return the CRC-32C (Castagnoli, as in iSCSI, RFC 3720 B.4) of `bytes`.
+#[cfg(not(feature = "std"))]
+pub fn crc32c(bytes: &[u8]) -> u32 {
+    let mut crc = Crc32c::new();
+    crc.update(bytes);
+    crc.value()
+}
+
+/// The CRC-32C of bytes that come block by block.
+pub(crate) struct Crc32c(imp::State);
+
+impl Crc32c {
+    pub(crate) fn new() -> Self {
+        Self(imp::new())
+    }
+
+    pub(crate) fn update(&mut self, block: &[u8]) {
+        imp::update(&mut self.0, block);
+    }
+
+    pub(crate) fn value(self) -> u32 {
+        imp::value(self.0)
+    }
+}
+
+#[cfg(feature = "std")]
+mod imp {
+    pub(super) type State = crc_fast::Digest;
+
+    pub(super) fn new() -> State {
+        State::new(crc_fast::CrcAlgorithm::Crc32Iscsi)
+    }
+
+    pub(super) fn update(state: &mut State, block: &[u8]) {
+        state.update(block);
+    }
+
+    pub(super) fn value(state: State) -> u32 {
+        state.finalize() as u32
+    }
+}
+
+#[cfg(all(not(feature = "std"), target_arch = "aarch64", target_feature = "crc"))]
+mod imp {
+    use core::arch::aarch64::{__crc32cb, __crc32cd};
+
+    pub(super) type State = u32;
+
+    pub(super) const fn new() -> State {
+        u32::MAX
+    }
+
+    pub(super) fn update(state: &mut State, block: &[u8]) {
+        let (words, rest) = block.as_chunks();
+        // SAFETY: this is built for processors that have the instructions (Arm ARM, CRC32CX and CRC32CB).
+        let word = |crc, word: &[u8; 8]| unsafe { __crc32cd(crc, u64::from_le_bytes(*word)) };
+        // SAFETY: the same.
+        let byte = |crc, byte: &u8| unsafe { __crc32cb(crc, *byte) };
+        *state = rest.iter().fold(words.iter().fold(*state, word), byte);
+    }
+
+    pub(super) const fn value(state: State) -> u32 {
+        !state
+    }
+}
+
+#[cfg(all(not(feature = "std"), not(all(target_arch = "aarch64", target_feature = "crc"))))]
+mod imp {
+    static CRC: crc::Crc<u32> = crc::Crc::<u32>::new(&crc::CRC_32_ISCSI);
+
+    pub(super) type State = crc::Digest<'static, u32>;
+
+    pub(super) fn new() -> State {
+        CRC.digest()
+    }
+
+    pub(super) fn update(state: &mut State, block: &[u8]) {
+        state.update(block);
+    }
+
+    pub(super) fn value(state: State) -> u32 {
+        state.finalize()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn crc_of_blocks_is_that_of_the_whole() {
+        let bytes: [u8; 300] = core::array::from_fn(|at| (at * 7) as u8);
+        for block in [1, 7, 8, 64, 299, 300] {
+            let mut crc = Crc32c::new();
+            bytes.chunks(block).for_each(|block| crc.update(block));
+            assert_eq!(crc.value(), crc32c(&bytes));
+        }
+    }
+}
