@@ -178,4 +178,16 @@ fn a_killed_rank_is_named_by_all_others() {
         assert!(told.len() == 1 && told.iter().all(is_named), "{}", stderr(&output));
     }
     assert!(stderr(&output).contains("error: rank 3 is lost"), "{}", stderr(&output));
+    // What a rank logs is what its call returns, and those that end for it are not lost as well.
+    let logged = |what: &str| stderr(&output).lines().filter(|line| line.contains(what)).count();
+    for rank in 0..3 {
+        let told = lines_with(&output, &format!("rank {rank}: all_reduce "));
+        let error =
+            told.iter().find_map(|line| Some(format!("rank 3 is lost{}", line.split_once("rank 3 is lost")?.1)));
+        let error = error.expect("named above");
+        let line =
+            stderr(&output).lines().any(|line| line.starts_with(&format!("rank {rank}: ")) && line.contains(&error));
+        assert!(line, "rank {rank}: {error}: {}", stderr(&output));
+    }
+    assert_eq!(logged("rank is lost job="), 1, "{}", stderr(&output));
 }

@@ -192,7 +192,7 @@ impl Core {
             }
             Err(error) => {
                 // What ends it is logged with what the buffer holds, which the call knows.
-                tracing::warn!(job, rank, view, repair_bytes, took_ms, "nothing is repaired: the communicator ends");
+                tracing::warn!(job, rank, view, repair_bytes, took_ms, "the communicator can't go on");
                 self.completed_below = self.completed_below.max(completed_below.0);
                 self.tree = tree;
                 Err(error.ending())

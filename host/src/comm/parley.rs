@@ -130,7 +130,7 @@ impl Desk {
     }
 
     /// Return whom rank 0 has to ask to find out whether all have as much as that.
-    fn to_ask(&mut self, wanted: Landed, now: Instant) -> Vec<Rank> {
+    fn ranks_to_ask(&mut self, wanted: Landed, now: Instant) -> Vec<Rank> {
         let Known { has, asked, .. } = &mut self.known;
         let ranks = (0_u32..).zip(has.iter().zip(asked)).skip(1);
         let due = ranks.filter(|(_, (has, asked))| {
@@ -244,7 +244,7 @@ impl Inbox {
                 if desk.stable >= has {
                     (to_tell.into_iter().chain([(from, desk.stable)]).collect(), Vec::new())
                 } else {
-                    (to_tell, desk.to_ask(has, Instant::now()))
+                    (to_tell, desk.ranks_to_ask(has, Instant::now()))
                 }
             }
             _ => return None,
@@ -395,7 +395,7 @@ impl Parley {
             return inbox.send(COORDINATOR, &Note::Leaves(wanted));
         }
         let to_tell = desk.learn(COORDINATOR, wanted, wanted);
-        let to_ask = desk.to_ask(wanted, Instant::now());
+        let to_ask = desk.ranks_to_ask(wanted, Instant::now());
         drop(desk);
         to_tell.into_iter().for_each(|(to, stable)| inbox.send(to, &Note::Stable(stable)));
         to_ask.into_iter().for_each(|to| inbox.send(to, &Note::Ask));

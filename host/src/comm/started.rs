@@ -246,6 +246,7 @@ impl Core {
         let handles: Vec<u64> = self.started.iter().filter(|(_, started)| over(started)).map(|(&of, _)| of).collect();
         handles.into_iter().for_each(|handle| self.reclaim(handle));
         self.schedules.retain(|handle| self.started.contains_key(handle));
+        self.owned.retain(|_, in_tree| self.started.contains_key(&in_tree.handle));
     }
 
     /// See to handles that were dropped.
