@@ -1,5 +1,6 @@
 //! Collectives that are started and waited for later, in a [`Vec`] or a [`Buffer`](super::Buffer). Buffers are the communicator's until then, so that a handle may
-//! be forgotten; what comes back is the buffer with the result.
+//! be forgotten; what comes back is the buffer with the result. Nothing beside it changes, whatever becomes of the device
+//! that works on it.
 
 use super::calls::{check, elements};
 use super::started::Owned;

@@ -11,7 +11,7 @@ use crate::order::{Input, take};
 use crate::sets::ChildSet;
 use crate::slot::State;
 use sumac_hal::ctrl::{DropReason, Order};
-use sumac_hal::dma::{Chain, Completion, Engine, LocalMemory, Scope, Span, Status, Step, SubmitError, Tag};
+use sumac_hal::dma::{Chain, Completion, Engine, LocalMemory, Scope, Span, Status, SubmitError, Tag};
 use sumac_hal::reduce::Kernel;
 use sumac_hal::time::Instant;
 
