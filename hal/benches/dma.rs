@@ -3,7 +3,7 @@
 //! The denominator is the loop of a program that does nothing else: two threads cut N buffers of P bytes into 128 KiB
 //! segments, copy the first into a private accumulator, add the others, and copy it to all; no protocol, no check, no
 //! redo slot. The engine does the same work by chains through its queues, one for each chunk: retract the slot's
-//! header, load, reduce, round, publish, copy to all. Both are measured in turns within one run, and compared by their
+//! header, load, reduce, round, publish with the result's checksum, copy to all. Both are measured in turns within one run, and compared by their
 //! medians and their best, because the speed of shared virtual machines drifts.
 //!
 //! Run with `cargo bench -p sumac-hal --features emu --bench dma`. It has no assertions; the tests check results.
@@ -13,7 +13,7 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Instant;
 use sumac_hal::dma::{
-    Address, Chain, Completion, DmaMemory, Engine, Profile, RegionKey, Scope, Status, Step, Tag, WaitEngine,
+    Address, Chain, Completion, Covers, DmaMemory, Engine, Profile, RegionKey, Scope, Status, Step, Tag, WaitEngine,
 };
 use sumac_hal::emu::dma::{DmaConfig, EmuEngine, HeapMemory};
 use sumac_hal::op::{Dtype, ReduceOp};
@@ -137,7 +137,7 @@ impl Reducer {
         let (op, f32) = (ReduceOp::Sum, Dtype::F32);
         let input = |rank: usize| address(1 + rank, offset_bytes);
         self.steps.clear();
-        self.steps.push(Step::Publish { dst: header, words: [0, 0], covers: Default::default() });
+        self.steps.push(Step::Publish { dst: header, words: [0, 0], covers: Covers::NOTHING });
         self.steps.push(Step::Load { source: f32, accumulator: f32, src: input(0), dst: acc, count });
         self.steps.extend((1..ranks).map(|rank| Step::Reduce {
             op,
@@ -149,7 +149,8 @@ impl Reducer {
         }));
         let all = ranks as u32;
         self.steps.push(Step::Store { op, accumulator: f32, output: f32, src: acc, dst: acc, count, ranks: all });
-        self.steps.push(Step::Publish { dst: header, words: [1, seq], covers: Default::default() });
+        let covers = Covers { skip_bytes: HEADER_LEN_BYTES as u32, len_bytes: count * 4 };
+        self.steps.push(Step::Publish { dst: header, words: [1, seq], covers });
         self.steps.extend((0..ranks).map(|rank| Step::Copy { src: acc, dst: input(rank), len_bytes: count * 4 }));
         let tag = Tag { seq, slot, attempt: 0 };
         self.engine.submit(Chain { tag, scope: Scope(0), steps: &self.steps }).expect("room for a chain a slot");

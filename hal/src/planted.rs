@@ -84,12 +84,14 @@ pub enum Bug {
     RedoReusedEarly,
     /// Rank (as which the simulator acts, by reference): a device that lives is taken for fenced at once.
     FenceForgotten,
+    /// Rank (as above): what a device answers while its memory is taken away counts, as what it answered before does.
+    LateAnswerTaken,
 }
 
 #[cfg(feature = "planted")]
 impl Bug {
     /// All of them.
-    pub const ALL: [Self; 37] = [
+    pub const ALL: [Self; 38] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochForgotten,
@@ -123,6 +125,7 @@ impl Bug {
         Self::RegionNotHeld,
         Self::RedoReusedEarly,
         Self::FenceForgotten,
+        Self::LateAnswerTaken,
         Self::ReservationKept,
         Self::NewestFirst,
         Self::QuotaAfterBooking,
@@ -130,7 +133,7 @@ impl Bug {
     ];
 
     /// Those that only contributions by reference can show.
-    pub const BY_REFERENCE: [Self; 7] = [
+    pub const BY_REFERENCE: [Self; 8] = [
         Self::WrittenUnpublished,
         Self::RecordIgnored,
         Self::AccumulatorsKept,
@@ -138,6 +141,7 @@ impl Bug {
         Self::RegionNotHeld,
         Self::RedoReusedEarly,
         Self::FenceForgotten,
+        Self::LateAnswerTaken,
     ];
 }
 

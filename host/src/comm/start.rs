@@ -1,5 +1,6 @@
 //! Collectives that are started and waited for later, in a [`Vec`] or a [`Buffer`](super::Buffer). Buffers are the
 //! communicator's until then, so that a handle may be dropped or forgotten; what comes back is the buffer with the result.
+//! Nothing beside it changes, whatever becomes of the device that works on it.
 //!
 //! 1024 operations may be in flight. Then a start waits for room until its deadline, as a blocking call does, and moves
 //! on what is in flight meanwhile; if none completes, it fails with [`Error::TooManyInFlight`], and counts for nothing.

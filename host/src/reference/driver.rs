@@ -82,6 +82,8 @@ pub struct ReferenceDriver {
     /// What was in the completion ring before memory was taken away from the device, and what came after that.
     pub(super) early: Vec<[u64; COMPLETION_WORDS]>,
     pub(super) late: Vec<[u64; COMPLETION_WORDS]>,
+    /// There was more, or it can't be read.
+    pub(super) is_garbled: bool,
     pub(super) is_retired: bool,
     next_handle: u64,
     pub(super) life: Life,
@@ -151,6 +153,7 @@ impl ReferenceDriver {
             fenced: None,
             early: Vec::new(),
             late: Vec::new(),
+            is_garbled: false,
             is_retired: false,
             next_handle: 1,
             life,
@@ -282,7 +285,7 @@ impl ReferenceDriver {
     /// Do what can be done without waiting: take in answers, submit what may be. Returns zero if there is more at once,
     /// `None` if only the device can bring it on.
     pub fn pump(&mut self, buffers: &mut impl Buffers) -> Option<Duration> {
-        if self.is_retired {
+        if self.is_retired || self.has_severed() {
             return None;
         }
         self.carry();

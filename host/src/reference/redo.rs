@@ -87,6 +87,9 @@ impl<M: ReadAt> Redo<M> {
     /// Keep what is published of these chunks, with the lengths of their results, and look at the device's memory no more:
     /// what this rank says that it has, it has until it is asked for it.
     pub(crate) fn freeze(&mut self, view: (GroupId, Epoch), chunks: impl Iterator<Item = (u64, usize)>) {
+        if self.frozen.is_some() {
+            return;
+        }
         let mut frozen = BTreeMap::new();
         for (seq, len_bytes) in chunks.filter(|&(_, len_bytes)| len_bytes > 0) {
             let mut result = vec![0; len_bytes];
@@ -94,7 +97,7 @@ impl<M: ReadAt> Redo<M> {
                 frozen.insert(seq, result);
             }
         }
-        self.frozen.get_or_insert(frozen);
+        self.frozen = Some(frozen);
     }
 
     /// Return where the record of a slot says that the result of a chunk is, and its checksum, if it is published.

@@ -28,7 +28,7 @@ use super::driver::ReferenceDriver;
 use super::error::RegisterError;
 use super::far::Way;
 use super::redo::Redo;
-use crate::endpoint::{Buffers, Ops};
+use crate::endpoint::{Buffers, EndpointError, Ops};
 use crate::repair::Remains;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -108,16 +108,24 @@ impl ReferenceDriver {
             if let Some(redo) = &mut self.redo {
                 redo.freeze(view, self.endpoint.looked_up());
             }
-            self.endpoint.reopen();
-            if self.has_severed() {
-                let early = std::mem::take(&mut self.early);
-                self.take_in(&early, buffers);
+            let answers = if self.has_severed() {
+                std::mem::take(&mut self.early)
             } else {
                 // What has come of a device on another host comes into the ring now.
                 self.way.drain();
-                // More than the ring holds is not to be had, whatever the device does.
-                let most = 0..=self.config.in_flight_max;
-                _ = most.into_iter().find(|_| !self.collect(buffers));
+                self.take_answers()
+            };
+            let mut error = None;
+            for words in &answers {
+                // An error among them takes nothing back of what else has landed.
+                self.endpoint.reopen();
+                self.take_in(std::slice::from_ref(words), buffers);
+                error = error.or(self.endpoint.error());
+            }
+            error.into_iter().for_each(|error| self.endpoint.fail(error));
+            if self.has_severed() && matches!(self.endpoint.error(), Some(EndpointError::Broken(_))) {
+                // They make no sense: they are not taken in, and say nothing.
+                answers.iter().for_each(|words| self.endpoint.doubt(words));
             }
         }
         self.retire();
@@ -139,33 +147,32 @@ impl ReferenceDriver {
     }
 
     /// Tell whether memory was taken away from a device that may go on.
-    fn has_severed(&self) -> bool {
+    pub(super) fn has_severed(&self) -> bool {
         self.fenced == Some(Fence::Severed) && matches!(self.way, Way::Near(_))
     }
 
     /// Look at what the device has answered since its memory was taken away, once all that is published was looked at.
     fn doubt(&mut self) {
-        match self.take_answers() {
-            Some(late) => {
-                late.iter().for_each(|words| self.endpoint.doubt(words));
-                self.late = late;
-            }
-            None => self.endpoint.doubt_all(),
+        self.late = self.take_answers();
+        self.late.iter().for_each(|words| self.endpoint.doubt(words));
+        if self.is_garbled {
+            self.endpoint.doubt_all();
         }
     }
 
-    /// Take out of the ring what is there; `None` if it makes no sense.
-    fn take_answers(&mut self) -> Option<Vec<[u64; COMPLETION_WORDS]>> {
+    /// Take out of the ring what is there.
+    fn take_answers(&mut self) -> Vec<[u64; COMPLETION_WORDS]> {
         let mut answers = Vec::new();
-        // More than the ring holds is not to be had, whatever the device does.
-        while answers.len() as u64 <= u64::from(self.config.in_flight_max) {
+        // All open chunks have fewer answers, with all that is said before them.
+        for _ in 0..3 * (u64::from(self.config.in_flight_max) + 1) {
             match self.data.completions.pop() {
                 Ok(Some(words)) => answers.push(words),
-                Ok(None) => return Some(answers),
-                Err(_) => return None,
+                Ok(None) => return answers,
+                Err(_) => break,
             }
         }
-        None
+        self.is_garbled = true;
+        answers
     }
 
     pub(super) fn fence(&mut self) -> Fence {
@@ -197,8 +204,7 @@ impl ReferenceDriver {
             }
         }
         if matches!(self.way, Way::Near(_)) {
-            // What can't be read is never an answer.
-            self.early = self.take_answers().unwrap_or_default();
+            self.early = self.take_answers();
         }
         self.sever();
         Fence::Severed

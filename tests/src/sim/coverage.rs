@@ -255,6 +255,10 @@ marks! {
     FenceEnded = "fence: process ended",
     /// The device's memory is taken away.
     FenceSevered = "fence: severed",
+    /// A device goes on while its memory is taken away, and answers.
+    RefAnsweredSevered = "salvage: answered meanwhile",
+    /// Nobody has the result of such an answer any more.
+    RefUnknown = "salvage: outcome unknown",
     /// Answers were in the ring still.
     RefSalvagedRing = "salvage: from the ring",
     /// Results were published and not answered.

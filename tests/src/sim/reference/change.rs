@@ -12,6 +12,7 @@ use crate::sim::coverage::Mark;
 use crate::sim::reduce::{reduce, tree};
 use crate::sim::report::Violation;
 use std::time::Duration;
+use sumac::endpoint::OpId;
 use sumac::rehearsal::{Landed, Origin, Promise, Promises, Settlement};
 use sumac_hal::ids::{FunctionId, Rank};
 use sumac_hal::op::Collective;
@@ -29,8 +30,9 @@ impl World<'_, '_> {
             Alarm::Still { rank, life } if life == self.life => self.stands_still(rank)?,
             Alarm::Told { rank, life } if life == self.life => self.told(rank)?,
             Alarm::FenceLimit { rank, life } if life == self.life && self.is_fencing(rank) => {
-                self.fenced(rank, Fence::Severed)?;
+                self.sever(rank)?;
             }
+            Alarm::Sever { rank, life } if life == self.life && self.is_fencing(rank) => self.go_on_severing(rank)?,
             Alarm::Detach { device, function } => self.detach(device, function),
             Alarm::Settle { attempt } if attempt == self.attempt => self.settle()?,
             Alarm::Commit { attempt } if attempt == self.attempt => self.commit()?,
@@ -162,7 +164,7 @@ impl World<'_, '_> {
         }
         seat.still = true;
         match member.stage {
-            Stage::Fencing => self.fenced(rank, Fence::Severed),
+            Stage::Fencing => self.sever(rank),
             _ => {
                 self.wake_rank(rank, Duration::ZERO);
                 Ok(())
@@ -210,7 +212,7 @@ impl World<'_, '_> {
                     return self.fenced(rank, Fence::Ended);
                 }
                 if seat.still {
-                    return self.fenced(rank, Fence::Severed);
+                    return self.sever(rank);
                 }
                 if planted!(self.options.planted, FenceForgotten) {
                     return self.fenced(rank, Fence::Confirmed);
@@ -226,8 +228,42 @@ impl World<'_, '_> {
         }
     }
 
-    /// The device writes nothing any more to this rank's memory.
+    /// Take a rank's memory away from its device, which may go on meanwhile: first, what it has answered is taken in.
+    fn sever(&mut self, rank: usize) -> Result<(), Violation> {
+        let pieces_each = 1 + self.draw.below(3) as usize;
+        let Way::References(seat) = &mut self.members[rank].way else { return Ok(()) };
+        if seat.is_severing() {
+            return Ok(());
+        }
+        seat.begin_severing(pieces_each);
+        self.go_on_severing(rank)
+    }
+
+    /// Copy what is due, and put the copies in place when all is copied.
+    fn go_on_severing(&mut self, rank: usize) -> Result<(), Violation> {
+        let (life, severing) = (self.life, self.by.setup.severing);
+        let Way::References(seat) = &mut self.members[rank].way else { return Ok(()) };
+        while seat.copy_piece() {
+            if !severing.is_zero() {
+                let after = self.a_while(severing);
+                self.schedule(after, Alarm::Sever { rank, life });
+                return Ok(());
+            }
+        }
+        self.end_fence(rank, Fence::Severed)
+    }
+
+    /// The device writes nothing any more to this rank's memory, as it says, or as it is dead.
     pub(super) fn fenced(&mut self, rank: usize, fence: Fence) -> Result<(), Violation> {
+        // Once it has begun, it is done.
+        if matches!(&self.members[rank].way, Way::References(seat) if seat.is_severing()) {
+            return Ok(());
+        }
+        self.end_fence(rank, fence)
+    }
+
+    fn end_fence(&mut self, rank: usize, fence: Fence) -> Result<(), Violation> {
+        let takes_late = planted!(self.options.planted, LateAnswerTaken);
         self.seen.note(match fence {
             Fence::Nothing => Mark::FenceNothing,
             Fence::Confirmed => Mark::FenceConfirmed,
@@ -240,11 +276,8 @@ impl World<'_, '_> {
         if let Some(op) = seat.strayed(&member.memory) {
             return Err(Violation::Strayed { rank, op });
         }
-        if fence == Fence::Severed {
-            seat.sever();
-        }
         seat.fence = Some(fence);
-        seat.salvage(&mut member.memory, seen);
+        seat.salvage(&mut member.memory, seen, takes_late);
         let open = member.done..member.called;
         open.clone().try_for_each(|op| self.check_whole(rank, op))?;
         self.promise(rank);
@@ -282,8 +315,14 @@ impl World<'_, '_> {
         let promises = Promises::of(live.iter().map(|&rank| (Rank(rank as u32), promise(rank))));
         let mut settled: Option<Settlement> = None;
         for &rank in &live {
-            let own = Settlement::of(&promises, Some(self.members[rank].way.left()), ranks)
-                .map_err(|why| Violation::Unrepairable { group: 0, rank, why })?;
+            let own = match Settlement::of(&promises, Some(self.members[rank].way.left()), ranks) {
+                Ok(own) => own,
+                Err(_) if self.is_unknown(&live) => {
+                    self.end_unknown(&live);
+                    return Ok(());
+                }
+                Err(why) => return Err(Violation::Unrepairable { group: 0, rank, why }),
+            };
             if *settled.get_or_insert_with(|| own.clone()) != own {
                 return Err(Violation::Disagreement { group: 0, view: self.life as u32 });
             }
@@ -303,6 +342,28 @@ impl World<'_, '_> {
         let after = self.a_while(Duration::from_millis(most));
         self.schedule(after, Alarm::Commit { attempt: self.attempt });
         Ok(())
+    }
+
+    /// Tell whether nobody knows what some rank's memory holds of an operation.
+    pub(super) fn is_in_doubt(&self, rank: usize, op: usize) -> bool {
+        let member = &self.members[rank];
+        let id = op.checked_sub(member.memory.first).map(|id| OpId(id as u64));
+        id.is_some_and(|id| member.way.left().is_in_doubt(id))
+    }
+
+    fn is_unknown(&self, live: &[usize]) -> bool {
+        let open = |rank: &usize| self.members[*rank].done..self.members[*rank].called;
+        live.iter().any(|rank| open(rank).any(|op| self.is_in_doubt(*rank, op)))
+    }
+
+    /// Nobody has the result of what a device has answered a rank whose memory was taken away: all end without knowing
+    /// what became of the operation elsewhere.
+    fn end_unknown(&mut self, live: &[usize]) {
+        self.seen.note(Mark::RefUnknown);
+        for &rank in live {
+            let member = &mut self.members[rank];
+            (member.failed_from, member.stage) = (Some(member.done), Stage::Running);
+        }
     }
 
     fn carry_out(&mut self, live: &[usize], chunk: &sumac::rehearsal::Chunk) -> Result<(), Violation> {

@@ -44,6 +44,8 @@ pub struct Setup {
     pub registered: u64,
     /// The most that a side takes to look at its rings.
     pub lag: Duration,
+    /// How long it takes to take memory away from a device, which may go on meanwhile.
+    pub severing: Duration,
 }
 
 /// A moment.
@@ -169,7 +171,10 @@ impl Options {
             trees,
         };
         options.faults.spells = Faults::draw_spells(&mut draw, ranks, 1);
-        let setup = draw_setup(&mut draw, chunk_len_bytes);
+        // Drawn apart: what else seeds draw stays what it was.
+        let mut apart = Draw::new(weight(&[seed, kind, 0x7365_7665]));
+        let severing = Duration::from_millis(apart.one_of(&[0, 1, 100, 1_000, 4_000]));
+        let setup = Setup { severing, ..draw_setup(&mut draw, chunk_len_bytes) };
         let mishaps = draw_mishaps(&mut draw, &options, &setup);
         // There is always another tree.
         options.spares = mishaps.iter().filter(|mishap| matches!(mishap, Mishap::Device { .. })).count();
@@ -207,6 +212,7 @@ fn draw_setup(draw: &mut Draw, chunk_len_bytes: u16) -> Setup {
         bounce_chunks: draw.one_of(&[2, 3, 16]),
         registered: draw.one_of(&[1000, 1000, 500, 0]),
         lag: Duration::from_nanos(draw.one_of(&[0, 1_000, 50_000, 2_000_000])),
+        severing: Duration::ZERO,
     }
 }
 

@@ -16,7 +16,8 @@
 //! Drawn: who contributes by reference, in each life of the group anew; what an engine can do, how long steps take, in
 //! which order chains end, how many fit; places of rings, the bounce buffer, alignment; which buffers are registered,
 //! and where they begin; chains that fail half-way; devices that die, restart or stand still, and ranks that die, at a
-//! moment or at a [`CrashPoint`]; whether a dead rank's memory is taken from under the engine.
+//! moment or at a [`CrashPoint`]; whether a dead rank's memory is taken from under the engine; how long
+//! it takes to take memory away from a device that stands still, piece by piece, and that may wake meanwhile.
 //!
 //! Oracles beside those of other scenarios: an engine writes to no memory but where a chunk's result goes whose rank has
 //! not been answered, let alone fenced; memory is what the announced writes have made it; chains in flight do not get in each

@@ -7,7 +7,8 @@
 use super::board::{Completions, Submissions};
 use crate::sim::coverage::{Mark, Seen};
 use crate::sim::memory::Memory;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 use sumac::endpoint::{Buffers, EndpointError, OpId};
 use sumac::reference::{Places, ReferenceEndpoint};
@@ -44,6 +45,16 @@ pub(super) enum Fence {
     Severed,
 }
 
+/// Memory on its way to be taken away from a device.
+#[derive(Debug)]
+struct Severing {
+    /// What the device had answered before.
+    early: Vec<[u64; COMPLETION_WORDS]>,
+    /// What is to be copied yet.
+    pieces: VecDeque<(RegionKey, Range<usize>)>,
+    copies: BTreeMap<RegionKey, Vec<u8>>,
+}
+
 /// A rank's side.
 pub(super) struct Seat {
     pub(super) endpoint: ReferenceEndpoint,
@@ -62,6 +73,7 @@ pub(super) struct Seat {
     /// The device's runtime stands still.
     pub(super) still: bool,
     pub(super) fence: Option<Fence>,
+    severing: Option<Severing>,
     pub(super) in_flight_max: u32,
 }
 
@@ -88,6 +100,7 @@ impl Seat {
             gone: false,
             still: false,
             fence: None,
+            severing: None,
         }
     }
 
@@ -105,12 +118,21 @@ impl Seat {
 
     /// Take in what the device has answered; true if there was anything.
     pub(super) fn collect(&mut self, memory: &mut Memory, seen: &mut Seen) -> bool {
-        let mut any = false;
-        while let Some(words) = self.completions.pop().expect("a ring of this version") {
-            any = true;
+        let answers = self.answers();
+        self.take_in(&answers, memory, seen);
+        !answers.is_empty()
+    }
+
+    /// Take out of the ring what is there.
+    fn answers(&mut self) -> Vec<[u64; COMPLETION_WORDS]> {
+        std::iter::from_fn(|| self.completions.pop().expect("a ring of this version")).collect()
+    }
+
+    fn take_in(&mut self, answers: &[[u64; COMPLETION_WORDS]], memory: &mut Memory, seen: &mut Seen) {
+        for words in answers {
             let (bounce, regions) = (&self.bounce, &self.regions);
             let first = memory.first;
-            self.endpoint.handle(&words, |drain| {
+            self.endpoint.handle(words, |drain| {
                 seen.note(Mark::RefDrained);
                 let output = &mut memory.output(drain.op)[drain.to..][..drain.from.len()];
                 bounce.read(drain.from.start, output);
@@ -118,7 +140,6 @@ impl Seat {
             });
         }
         self.redo.keep(&mut self.endpoint, memory);
-        any
     }
 
     /// Submit what may be; true if there was anything.
@@ -174,25 +195,65 @@ impl Seat {
         self.regions.values().find(differs).map(|registered| registered.op)
     }
 
-    /// Take the device's memory away: it keeps what it has, and this rank gets fresh memory with the same contents.
-    pub(super) fn sever(&mut self) {
-        for registered in self.regions.values_mut() {
-            let mut bytes = vec![0; registered.memory.len_bytes()];
-            registered.memory.read(0, &mut bytes);
-            registered.memory = Arc::new(HeapMemory::new(bytes.len()));
-            registered.memory.write(0, &bytes);
+    pub(super) fn is_severing(&self) -> bool {
+        self.severing.is_some()
+    }
+
+    /// Begin to take away the memory that open chunks go to: each region is copied in so many pieces.
+    pub(super) fn begin_severing(&mut self, pieces_each: usize) {
+        let early = self.answers();
+        let exposed: BTreeSet<RegionKey> = self.endpoint.exposed().map(|(_, address, _)| address.region).collect();
+        let (mut pieces, mut copies) = (VecDeque::new(), BTreeMap::new());
+        for key in exposed {
+            let Some(registered) = self.regions.get(&key) else { continue };
+            let len = registered.memory.len_bytes();
+            let cut = |nth: usize| len * nth / pieces_each;
+            pieces.extend((0..pieces_each).map(|nth| (key, cut(nth)..cut(nth + 1))));
+            copies.insert(key, vec![0; len]);
         }
-        let mut bytes = vec![0; self.bounce.len_bytes()];
-        self.bounce.read(0, &mut bytes);
-        self.bounce = Arc::new(HeapMemory::new(bytes.len()));
-        self.bounce.write(0, &bytes);
+        self.severing = Some(Severing { early, pieces, copies });
+    }
+
+    /// Copy the next piece; false if there is none.
+    pub(super) fn copy_piece(&mut self) -> bool {
+        let Some(severing) = &mut self.severing else { return false };
+        let Some((key, range)) = severing.pieces.pop_front() else { return false };
+        if let (Some(registered), Some(copy)) = (self.regions.get(&key), severing.copies.get_mut(&key)) {
+            registered.memory.read(range.start, &mut copy[range]);
+        }
+        true
+    }
+
+    /// Put the copies where the memory was: the device keeps what it has.
+    fn put_copies(&mut self, copies: BTreeMap<RegionKey, Vec<u8>>, memory: &mut Memory) {
+        for (key, bytes) in copies {
+            let Some(Registered { memory: heap, op, buffer, base }) = self.regions.get_mut(&key) else { continue };
+            *heap = Arc::new(HeapMemory::new(bytes.len()));
+            heap.write(0, &bytes);
+            memory.ops[*op].write(*buffer, 0, &bytes[*base..]);
+        }
     }
 
     /// The device writes nothing any more: take in what it has answered, and what it had published and perhaps not
-    /// delivered.
-    pub(super) fn salvage(&mut self, memory: &mut Memory, seen: &mut Seen) {
+    /// delivered. Of what it has answered while its memory was taken away, only that is taken which is published, or in
+    /// the bounce buffer; or all, where `takes_late` says so.
+    pub(super) fn salvage(&mut self, memory: &mut Memory, seen: &mut Seen, takes_late: bool) {
+        let severing = self.severing.take();
+        let has_severed = severing.is_some();
+        let mut answers = Vec::new();
+        if let Some(Severing { early, copies, .. }) = severing {
+            self.put_copies(copies, memory);
+            answers = early;
+        }
+        if !has_severed || takes_late {
+            answers.extend(self.answers());
+        }
         self.redo.reopen(&mut self.endpoint);
-        if self.collect(memory, seen) {
+        for words in &answers {
+            self.redo.reopen(&mut self.endpoint);
+            self.take_in(std::slice::from_ref(words), memory, seen);
+        }
+        if !answers.is_empty() {
             seen.note(Mark::RefSalvagedRing);
         }
         let (regions, before) = (&self.regions, self.open());
@@ -201,7 +262,18 @@ impl Seat {
             memory.ops[*op].write(*buffer, at.offset_bytes as usize - base, result);
             true
         });
+        let late = if has_severed { self.answers() } else { Vec::new() };
+        for words in &late {
+            seen.note(Mark::RefAnsweredSevered);
+            self.redo.doubt(&mut self.endpoint, words);
+        }
         self.redo.land(&mut self.endpoint, memory);
+        for words in &late {
+            let bounce = &self.bounce;
+            self.redo.land_late(&mut self.endpoint, words, |drain| {
+                bounce.read(drain.from.start, &mut memory.output(drain.op)[drain.to..][..drain.from.len()]);
+            });
+        }
         if written > 0 || self.open() < before {
             seen.note(Mark::RefSalvagedRedo);
         }

@@ -113,6 +113,11 @@ pub(super) enum Alarm {
         rank: usize,
         life: u64,
     },
+    /// The next piece of a device's memory is copied, to be taken away from it.
+    Sever {
+        rank: usize,
+        life: u64,
+    },
     /// All have promised.
     Settle {
         attempt: u64,
