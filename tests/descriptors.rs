@@ -5,8 +5,10 @@
 mod common;
 
 use common::{Cluster, by_packets};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
 use std::fs::File;
-use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::os::fd::OwnedFd;
 use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -38,6 +40,10 @@ fn ports(controller: SocketAddr) -> Vec<SocketAddr> {
     let port = |fields: Vec<&str>| u16::from_str_radix(fields[1].rsplit(':').next()?, 16).ok();
     let addresses = listens.filter_map(port).map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
     addresses.filter(|address| *address != controller).collect()
+}
+
+fn socket() -> OwnedFd {
+    socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None).expect("a socket")
 }
 
 /// Take every descriptor that the process may have.
@@ -77,20 +83,18 @@ fn accept_loops_without_descriptors_rest_and_recover() {
         gate.wait();
         let ports = ports(controller);
         assert!(ports.len() >= 2 * RANKS as usize, "{ports:?}");
-        // The descriptors for this end of the connections are the last.
-        let mut taken = take_all();
-        let mut strangers = Vec::new();
-        for port in ports.iter().flat_map(|port| [port; WAITING]) {
-            taken.pop();
-            strangers.push(TcpStream::connect(port).expect("it listens"));
+        // This end of the connections has its descriptors before the last are taken.
+        let strangers: Vec<_> = ports.iter().flat_map(|port| [port; WAITING]).map(|port| (socket(), port)).collect();
+        let taken = take_all();
+        for (stranger, port) in &strangers {
+            connect(stranger, *port).expect("it listens");
         }
-        taken.extend(take_all());
         let before = (Instant::now(), cpu_time());
         thread::sleep(WHILE);
         let used = (before.0.elapsed(), cpu_time() - before.1);
         drop(taken);
-        assert!(used.1 < used.0 / 4, "{:?} of {:?} on processors while nothing goes on", used.1, used.0);
         gate.wait();
         job.join().expect("a rank panicked");
+        assert!(used.1 < used.0 / 4, "{:?} of {:?} on processors while nothing goes on", used.1, used.0);
     });
 }

@@ -179,8 +179,11 @@ pub(super) fn count_levels(shape: &Shape) -> u32 {
 pub(super) fn slots_per_shard(options: &Options) -> u16 {
     let shard = Shard::new(0, options.shards).expect("drawn within limits");
     let share = shard.most_within(u64::from(options.window)) as u16;
-    let is_early = planted!(options.planted, SlotReusedEarly) || planted!(options.planted, RedoReusedEarly);
-    if is_early { share } else { 2 * share }
+    // One after the other, as without the feature both conditions are one.
+    if planted!(options.planted, SlotReusedEarly) {
+        return share;
+    }
+    if planted!(options.planted, RedoReusedEarly) { share } else { 2 * share }
 }
 
 pub(super) fn node_addr(device: usize, shard: u16) -> Addr {
