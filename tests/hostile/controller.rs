@@ -1,7 +1,7 @@
 //! Attacks on the controller's port.
 
 use crate::place::{LONG, Place, Tools, Way, wait_until};
-use crate::strangers::{Random, blurt, client_greeting, dial, drip, frame_of, idle};
+use crate::strangers::{Random, blurt, client_greeting, dial, dial_within, drip, frame_of, idle};
 use rustix::net::sockopt::set_socket_recv_buffer_size;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
 use rustix::process::{Resource, Rlimit, prlimit};
@@ -43,7 +43,7 @@ pub(crate) struct Client {
 
 impl Client {
     pub(crate) fn open(addr: SocketAddr) -> Self {
-        let mut stream = dial(addr).expect("the controller listens");
+        let mut stream = dial_within(addr, LONG).expect("the controller listens");
         stream.write_all(&client_greeting()).expect("it takes a greeting");
         let reader = FrameReader::new(stream.try_clone().expect("a descriptor"));
         Self { stream, reader }

@@ -1,7 +1,7 @@
 //! Devices that are none: mute ones, ones that come and go, ones that call themselves like another.
 
 use crate::place::{LONG, Place, RANKS, Tools, Way};
-use crate::strangers::dial;
+use crate::strangers::dial_within;
 use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,7 +26,7 @@ fn announce(like: &DeviceStatus, name: &str, life: u64) -> Announce {
 }
 
 fn register(place: &Place<'_>, announce: Announce) -> Option<TcpStream> {
-    let mut stream = dial(place.addr)?;
+    let mut stream = dial_within(place.addr, LONG)?;
     send(&mut stream, &Greeting::Device(announce)).ok()?;
     Some(stream)
 }

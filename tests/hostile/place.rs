@@ -135,23 +135,28 @@ impl Process {
         assert!(ended.is_none(), "{} has ended, {}:\n{}", self.name, ended.expect("ended"), tail());
     }
 
-    /// What share of a while its busiest thread ran, or waited for a processor: a thread that waits for anything else has
-    /// next to none, however busy the machine is.
+    /// What share of a while its busiest thread ran, but for the time in which it waited for a processor: a thread that
+    /// spins comes to all of it, however busy the machine is, and one that is woken now and then to next to nothing.
     pub(crate) fn busiest(&self, over: Duration) -> f64 {
-        let busy = || -> BTreeMap<OsString, u64> {
+        // Nanoseconds on a processor, and waiting for one.
+        let times = || -> BTreeMap<OsString, [u64; 2]> {
             let threads = fs::read_dir(format!("/proc/{}/task", self.child.id())).expect("it runs").flatten();
-            let nanos = |thread: &DirEntry| {
+            let times = |thread: &DirEntry| {
                 let stat = fs::read_to_string(thread.path().join("schedstat")).unwrap_or_default();
-                stat.split(' ').take(2).filter_map(|nanos| nanos.parse::<u64>().ok()).sum()
+                let mut numbers = stat.split(' ').map(|nanos| nanos.parse().unwrap_or(0));
+                [(); 2].map(|()| numbers.next().unwrap_or(0))
             };
-            threads.map(|thread| (thread.file_name(), nanos(&thread))).collect()
+            threads.map(|thread| (thread.file_name(), times(&thread))).collect()
         };
-        let (begun, before) = (Instant::now(), busy());
+        let (begun, before) = (Instant::now(), times());
         thread::sleep(over);
-        let after = busy();
-        let took = begun.elapsed().as_nanos() as f64;
-        let share = |(thread, nanos): (&OsString, &u64)| nanos - before.get(thread).unwrap_or(nanos);
-        after.iter().map(share).max().unwrap_or(0) as f64 / took
+        let (took, after) = (begun.elapsed().as_nanos() as u64, times());
+        let share = |(thread, now): (&OsString, &[u64; 2])| {
+            let then = before.get(thread).unwrap_or(now);
+            let [ran, waited] = [0, 1].map(|at| now[at].saturating_sub(then[at]));
+            ran as f64 / took.saturating_sub(waited).max(1_000_000) as f64
+        };
+        after.iter().map(share).fold(0.0, f64::max)
     }
 
     /// Where it listens over TCP, in order.

@@ -34,7 +34,12 @@ impl Random {
 
 /// Connect; `None` where the other side, or this machine, has no room.
 pub(crate) fn dial(addr: SocketAddr) -> Option<TcpStream> {
-    let stream = TcpStream::connect_timeout(&addr, Duration::from_secs(1)).ok()?;
+    dial_within(addr, Duration::from_secs(1))
+}
+
+/// The same, however long the other side takes to have room.
+pub(crate) fn dial_within(addr: SocketAddr, limit: Duration) -> Option<TcpStream> {
+    let stream = TcpStream::connect_timeout(&addr, limit).ok()?;
     stream.set_write_timeout(Some(LONG)).ok()?;
     stream.set_read_timeout(Some(LONG)).ok()?;
     Some(stream)
