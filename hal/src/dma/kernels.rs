@@ -166,7 +166,7 @@ impl Workspace {
     /// # Safety
     /// As [`Workspace::step`].
     unsafe fn copy(&mut self, dst: Elements, src: Elements, is_kept: bool) {
-        // SAFETY, for all of it: the caller's promise. Copies have one length on both sides.
+        // SAFETY: the caller's promise, for all of it. Copies have one length on both sides.
         unsafe {
             if self.held == Some(src) {
                 copy_in(dst.base, &self.kept.0[..src.len_bytes]);

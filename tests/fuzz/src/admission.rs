@@ -348,7 +348,8 @@ pub fn stories() -> Vec<(String, Vec<u8>)> {
     let lost = [&tree[..], &[9, 0, 11, 3, 1, 11, 0, 0]].concat();
     let leases = [&tree[..], &[10, 0xff, 0x0f], &answers(), &[10, 0xff, 0x0f, 10, 0xff, 0x0f]].concat();
     let on = [&front(0)[..], &[2, 5, 1, 0, 0x04, 0, 1, 0, 0, 0, 0], &answers(), &answers()].concat();
-    let resume = [&front(0)[..], &[2, 6, 0x04, 0, 1, 0, 0, 0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0], &answers()].concat();
+    let resume =
+        [&front(0)[..], &[2, 6, 0x04, 0, 1, 0, 0, 0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0], &answers()].concat();
     [
         ("tree", tree),
         ("flat", flat),

@@ -38,9 +38,11 @@ fn check(fabric: &Fabric) {
     for id in fabric.switch_ids() {
         let adjacent = fabric.adjacent(id);
         assert!(adjacent.is_sorted(), "adjacency is sorted");
-        assert!(adjacent.iter().all(|&(other, link)| {
-            fabric.link(link).across(Device::Switch(id)) == Some(Device::Switch(other))
-        }));
+        assert!(
+            adjacent
+                .iter()
+                .all(|&(other, link)| { fabric.link(link).across(Device::Switch(id)) == Some(Device::Switch(other)) })
+        );
     }
     for warning in fabric.warnings() {
         assert!(!warning.to_string().is_empty());

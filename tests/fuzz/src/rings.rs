@@ -5,8 +5,8 @@
 use crate::Cursor;
 use std::sync::atomic::{AtomicU64, Ordering};
 use sumac_hal::dma::{
-    Capabilities, Chain, Completion, DESCRIPTOR_WORDS, Descriptor, Engine, Processor, Profile, RegionKey, Scope, Status,
-    Step, Tag,
+    Capabilities, Chain, Completion, DESCRIPTOR_WORDS, Descriptor, Engine, Processor, Profile, RegionKey, Scope,
+    Status, Step, Tag,
 };
 use sumac_hal::ids::BootId;
 use sumac_hal::mmio::desk::{DeskAnswer, DeskRequest};

@@ -69,7 +69,8 @@ fn wire() -> Vec<Seed> {
         repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), payload_crc(&payload));
         bytes
     };
-    let plain = kinds.into_iter().filter(|kind| *kind != Kind::Nak).map(|kind| (format!("{kind:?}"), packet(kind, None)));
+    let plain =
+        kinds.into_iter().filter(|kind| *kind != Kind::Nak).map(|kind| (format!("{kind:?}"), packet(kind, None)));
     let naks = (1..=9).filter_map(NakReason::from_wire);
     let naks = naks.map(|reason| (format!("Nak-{reason:?}"), packet(Kind::Nak, Some(reason))));
     plain.chain(naks).map(|(name, bytes)| seed("wire", name.to_lowercase(), &[1], &bytes)).collect()
@@ -91,10 +92,11 @@ fn control() -> Vec<Seed> {
         message("announce", 3, &crate::admission::announce()),
         message("device", 2, &Greeting::Device(crate::admission::announce())),
         message("join", 4, &ClientRequest::Join(crate::admission::joining())),
-        message("joinon", 4, &ClientRequest::JoinOn {
-            request: crate::admission::joining(),
-            devices: vec!["d0".into()],
-        }),
+        message(
+            "joinon",
+            4,
+            &ClientRequest::JoinOn { request: crate::admission::joining(), devices: vec!["d0".into()] },
+        ),
         message("leave", 4, &ClientRequest::Leave),
         message("left", 5, &ClientReply::Left),
         message("lost", 5, &ClientReply::RankLost(Rank(3))),
