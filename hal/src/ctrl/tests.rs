@@ -43,9 +43,9 @@ fn frame<M: Serialize>(message: &M) -> Vec<u8> {
     encode(message, &mut [0; 1024]).unwrap().to_vec()
 }
 
-/// Version 9, byte for byte. A change here is a new version.
+/// Version 10, byte for byte. A change here is a new version.
 #[test]
-fn golden_bytes_of_version_9() {
+fn golden_bytes_of_version_10() {
     let install = frame(&Envelope { id: 1, message: Request::InstallTree(tree()) });
     let create = frame(&Envelope { id: 2, message: Request::CreateGroup(group()) });
     let refused = frame(&Envelope { id: 2, message: Response::Refused(Refusal::NoSlots { need: 64 }) });
@@ -53,9 +53,9 @@ fn golden_bytes_of_version_9() {
     assert_eq!([install, create, refused].map(|bytes| hex(&bytes)), [GOLDEN_INSTALL, GOLDEN_CREATE, GOLDEN_REFUSED]);
 }
 
-const GOLDEN_INSTALL: &str = "5363090018000000e5526c8f010105010200007f000001b725010703c80102ac02ffff03";
-const GOLDEN_CREATE: &str = "53630900500000008b27eecc0203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
-const GOLDEN_REFUSED: &str = "5363090004000000313835ea02020740";
+const GOLDEN_INSTALL: &str = "53630a0018000000fba87ad7010105010200007f000001b725010703c80102ac02ffff03";
+const GOLDEN_CREATE: &str = "53630a005000000095ddf8940203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
+const GOLDEN_REFUSED: &str = "53630a00040000002fc223b202020740";
 
 #[test]
 fn messages_round_trip() {
