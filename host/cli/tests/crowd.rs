@@ -33,8 +33,16 @@ struct Member {
 /// What came of its messages.
 enum Inbox {
     /// The bytes of the header so far, and how much of the frame's message is to come, by a frame that goes on.
-    Counted { header: Vec<u8>, left: usize, has_more: bool, bytes: usize },
-    Decoded { buffer: FrameBuffer, membership: Option<Box<Membership>> },
+    Counted {
+        header: Vec<u8>,
+        left: usize,
+        has_more: bool,
+        bytes: usize,
+    },
+    Decoded {
+        buffer: FrameBuffer,
+        membership: Option<Box<Membership>>,
+    },
     Done,
 }
 
@@ -120,8 +128,7 @@ fn read_all(members: &mut [Member]) -> Vec<usize> {
     let mut open: Vec<usize> = (0..members.len()).collect();
     while !open.is_empty() {
         assert!(Instant::now() < deadline, "{} of {} have not been told", open.len(), members.len());
-        let mut fds: Vec<PollFd<'_>> =
-            open.iter().map(|&at| PollFd::new(&members[at].stream, PollFlags::IN)).collect();
+        let mut fds: Vec<PollFd<'_>> = open.iter().map(|&at| PollFd::new(&members[at].stream, PollFlags::IN)).collect();
         poll(&mut fds, Some(&Timespec { tv_sec: 1, tv_nsec: 0 })).expect("a wait");
         let ready: Vec<usize> =
             fds.iter().zip(&open).filter(|(fd, _)| !fd.revents().is_empty()).map(|(_, &at)| at).collect();

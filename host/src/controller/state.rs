@@ -443,9 +443,10 @@ impl State {
         let is_begun = job.placement.is_some();
         let Some(first) = ranks.first() else { return };
         if is_begun {
-            for rank in ranks.iter().filter(|_| !clean) {
-                tracing::warn!(job = name, %rank, "rank is lost");
-                job.tell(&ClientReply::RankLost(*rank));
+            if !clean {
+                // As many as die together are one line.
+                tracing::warn!(job = name, rank = %first, others = ranks.len() - 1, "rank is lost");
+                ranks.iter().for_each(|rank| job.tell(&ClientReply::RankLost(*rank)));
             }
             job.refuse_waiting(name, *first);
             job.withdraw_offer();

@@ -266,14 +266,12 @@ impl State {
 
     /// Let a job that has no tree wait for one, if there could be one; from the next change on, or at once.
     pub(super) fn enter_queue(&mut self, name: &str, is_new_chance: bool) {
-        for task in &mut self.planning.tasks {
-            match task {
-                Task::Enter { name: other, is_new_chance: is_known } if other == name => {
-                    *is_known |= is_new_chance;
-                    return;
-                }
-                _ => {}
-            }
+        let is_same = |task: &Task| match task {
+            Task::Enter { name: other, is_new_chance: known } => other == name && *known == is_new_chance,
+            Task::Seek(_) => false,
+        };
+        if self.planning.tasks.iter().any(is_same) {
+            return;
         }
         self.push_task(Task::Enter { name: name.to_owned(), is_new_chance });
     }
