@@ -110,7 +110,7 @@ impl FrameBuffer {
     ///
     /// # Errors
     /// [`FrameError`] if it is none, or longer than the limit.
-    pub fn next<M: DeserializeOwned>(&mut self) -> Result<Option<M>, FrameError> {
+    pub fn take_message<M: DeserializeOwned>(&mut self) -> Result<Option<M>, FrameError> {
         loop {
             let rest = &self.bytes[self.taken..];
             let Some((len, has_more)) = read_header(rest)? else { return Ok(None) };
@@ -165,7 +165,7 @@ impl<R: Read> FrameReader<R> {
     /// [`StreamError`]; [`StreamError::Closed`] if the peer is done.
     pub fn recv<M: DeserializeOwned>(&mut self) -> Result<M, StreamError> {
         loop {
-            if let Some(message) = self.buffer.next()? {
+            if let Some(message) = self.buffer.take_message()? {
                 return Ok(message);
             }
             let mut chunk = [0; 4096];
@@ -237,7 +237,7 @@ mod tests {
         let fragment = fragment(&[0; 1000], false).concat();
         let refused = (0..200).find_map(|_| {
             buffer.push(&fragment);
-            buffer.next::<u8>().err()
+            buffer.take_message::<u8>().err()
         });
         assert!(matches!(refused, Some(FrameError::TooLong { .. })), "{refused:?}");
         assert!(buffer.len() < 102_000, "{}", buffer.len());

@@ -60,7 +60,9 @@ impl Inbox {
             Self::Done => panic!("more than one message"),
             Self::Decoded { buffer, membership } => {
                 buffer.push(came);
-                let ClientReply::Joined(joined) = buffer.next().expect("frames")? else { panic!("all have joined") };
+                let ClientReply::Joined(joined) = buffer.take_message().expect("frames")? else {
+                    panic!("all have joined")
+                };
                 let len = joined.mesh.len();
                 *membership = Some(joined);
                 Some(len)

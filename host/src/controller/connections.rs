@@ -348,7 +348,7 @@ impl Conn {
         loop {
             let is_heard = match &mut self.peer {
                 Peer::TurnedAway => false,
-                Peer::Unknown => match self.inbox.next()? {
+                Peer::Unknown => match self.inbox.take_message()? {
                     Some(greeting) => {
                         self.peer = greet(shared, greeting, &self.outbox)?;
                         let is_device = matches!(self.peer, Peer::Device(_));
@@ -357,14 +357,14 @@ impl Conn {
                     }
                     None => false,
                 },
-                Peer::Device(session) => match self.inbox.next::<Envelope<Response>>()? {
+                Peer::Device(session) => match self.inbox.take_message::<Envelope<Response>>()? {
                     Some(response) => {
                         session.take(response);
                         true
                     }
                     None => false,
                 },
-                Peer::Client(client, place) => match self.inbox.next::<ClientRequest>()? {
+                Peer::Client(client, place) => match self.inbox.take_message::<ClientRequest>()? {
                     Some(request) => {
                         serve(shared, request, client, place)?;
                         true
