@@ -4,9 +4,12 @@
 //! |---|---|---|---|
 //! | 0 | magic | u16 | `"Sc"`, 0x6353 |
 //! | 2 | version | u16 | [`VERSION`] of the messages inside |
-//! | 4 | len | u32 | bytes of the message, at most [`MAX_MESSAGE_LEN`] |
+//! | 4 | len | u32 | bits 0..31: bytes of the message in this frame, at most [`MAX_MESSAGE_LEN`]; bit 31: the message goes on in the next frame |
 //! | 8 | crc | u32 | CRC-32C of bytes 0..8 followed by the CRC-32C of the message, little-endian |
 //! | 12 | message | | postcard |
+//!
+//! A message of more than [`MAX_MESSAGE_LEN`] bytes is cut into fragments, a frame each. Only byte streams of hosted programs
+//! carry them ([`FrameBuffer`]), up to the limit of whoever reads; a device refuses them.
 //!
 //! A controller and a device speak [`Request`] and [`Response`]; other pairs put their own messages in the same
 //! frames. The device dials, greets ([`Greeting`]), and then answers requests in order. Until
@@ -26,7 +29,7 @@ pub use messages::{
 };
 pub use stats::{Counters, DropReason, StackUse, Stats};
 #[cfg(feature = "std")]
-pub use stream::{FrameReader, StreamError, send};
+pub use stream::{FrameBuffer, FrameReader, StreamError, encode_frames, fragment, send};
 
 use crate::wire::crc32c;
 use serde::Serialize;
@@ -39,8 +42,11 @@ pub const VERSION: u16 = 10;
 /// The length of a frame's header in bytes.
 pub const FRAME_HEADER_LEN: usize = 12;
 
-/// The longest message in bytes.
+/// The longest message, or fragment of one, in a frame, in bytes.
 pub const MAX_MESSAGE_LEN: usize = 64 * 1024;
+
+/// In the header's length: the message goes on in the next frame.
+const MORE: u32 = 1 << 31;
 
 const MAGIC: u16 = u16::from_le_bytes(*b"Sc");
 
@@ -55,11 +61,14 @@ pub enum FrameError {
     #[error("control version is {0}; this build speaks version {VERSION}")]
     Version(u16),
     /// Longer than any message.
-    #[error("message of {len} bytes is over the limit of {MAX_MESSAGE_LEN}")]
+    #[error("message of {len} bytes is over the limit")]
     TooLong {
         /// By the header.
         len: usize,
     },
+    /// A part of a message where only whole ones are taken.
+    #[error("the frame is a fragment of a message; this peer takes whole messages only")]
+    Fragment,
     /// Damaged.
     #[error("checksum is {found:#010x}, computed {computed:#010x}")]
     Checksum {
@@ -91,12 +100,18 @@ pub fn encode<'b, M: Serialize>(message: &M, buffer: &'b mut [u8]) -> Result<&'b
         return Err(FrameError::TooLong { len: body_len });
     }
     let frame = &mut buffer[..FRAME_HEADER_LEN + body_len];
+    seal(frame, 0);
+    Ok(frame)
+}
+
+/// Write the header of a frame whose message is in place.
+fn seal(frame: &mut [u8], more: u32) {
+    let len = (frame.len() - FRAME_HEADER_LEN) as u32 | more;
     frame[0..2].copy_from_slice(&MAGIC.to_le_bytes());
     frame[2..4].copy_from_slice(&VERSION.to_le_bytes());
-    frame[4..8].copy_from_slice(&(body_len as u32).to_le_bytes());
+    frame[4..8].copy_from_slice(&len.to_le_bytes());
     let crc = frame_crc(frame);
     frame[8..12].copy_from_slice(&crc.to_le_bytes());
-    Ok(frame)
 }
 
 /// Return the length of the frame at the head of `bytes` once its header is there, `None` before.
@@ -104,6 +119,14 @@ pub fn encode<'b, M: Serialize>(message: &M, buffer: &'b mut [u8]) -> Result<&'b
 /// # Errors
 /// [`FrameError`] if what stands there is not a frame of this version; a stream can't recover from that.
 pub fn frame_len(bytes: &[u8]) -> Result<Option<usize>, FrameError> {
+    match read_header(bytes)? {
+        Some((_, true)) => Err(FrameError::Fragment),
+        header => Ok(header.map(|(len, _)| len)),
+    }
+}
+
+/// Return the length of the frame at the head of `bytes`, and whether its message goes on in the next one.
+fn read_header(bytes: &[u8]) -> Result<Option<(usize, bool)>, FrameError> {
     let Some(header) = bytes.get(..FRAME_HEADER_LEN) else { return Ok(None) };
     let magic = u16::from_le_bytes([header[0], header[1]]);
     if magic != MAGIC {
@@ -113,11 +136,12 @@ pub fn frame_len(bytes: &[u8]) -> Result<Option<usize>, FrameError> {
     if version != VERSION {
         return Err(FrameError::Version(version));
     }
-    let len = u32::from_le_bytes([header[4], header[5], header[6], header[7]]) as usize;
+    let word = u32::from_le_bytes([header[4], header[5], header[6], header[7]]);
+    let len = (word & !MORE) as usize;
     if len > MAX_MESSAGE_LEN {
         return Err(FrameError::TooLong { len });
     }
-    Ok(Some(FRAME_HEADER_LEN + len))
+    Ok(Some((FRAME_HEADER_LEN + len, word & MORE != 0)))
 }
 
 /// Read the message of the frame at the head of `bytes`; `Ok(None)` if more bytes are needed. Returns it with
@@ -128,13 +152,15 @@ pub fn frame_len(bytes: &[u8]) -> Result<Option<usize>, FrameError> {
 pub fn decode<M: DeserializeOwned>(bytes: &[u8]) -> Result<Option<(M, usize)>, FrameError> {
     let Some(len) = frame_len(bytes)? else { return Ok(None) };
     let Some(frame) = bytes.get(..len) else { return Ok(None) };
-    let found = u32::from_le_bytes([frame[8], frame[9], frame[10], frame[11]]);
-    let computed = frame_crc(frame);
-    if found != computed {
-        return Err(FrameError::Checksum { found, computed });
-    }
+    check_crc(frame)?;
     let message = postcard::from_bytes(&frame[FRAME_HEADER_LEN..]).map_err(|_| FrameError::Message)?;
     Ok(Some((message, len)))
+}
+
+fn check_crc(frame: &[u8]) -> Result<(), FrameError> {
+    let found = u32::from_le_bytes([frame[8], frame[9], frame[10], frame[11]]);
+    let computed = frame_crc(frame);
+    if found == computed { Ok(()) } else { Err(FrameError::Checksum { found, computed }) }
 }
 
 /// The checksum in two levels, like the data plane's: over the header up to it, then over the message's own.

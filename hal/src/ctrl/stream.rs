@@ -1,6 +1,6 @@
 //! Control frames over a byte stream (TCP), for hosted programs.
 
-use super::{FRAME_HEADER_LEN, FrameError, MAX_MESSAGE_LEN, decode, encode, frame_len};
+use super::{FRAME_HEADER_LEN, FrameError, MAX_MESSAGE_LEN, MORE, check_crc, encode, read_header, seal};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io::{self, Read, Write};
@@ -22,38 +22,136 @@ pub enum StreamError {
     Closed,
 }
 
-/// Write one message as a frame.
+/// Write one message as a frame, or as fragments if it is longer than one takes.
 ///
 /// # Errors
-/// [`StreamError`] if the message is too long or the stream breaks.
+/// [`StreamError`] if the message can't be encoded or the stream breaks.
 pub fn send<M: Serialize>(stream: &mut impl Write, message: &M) -> Result<(), StreamError> {
-    let mut buffer = Vec::new();
-    // Most messages are small; only the few that are not pay for a second try.
-    for capacity in [1024, FRAME_HEADER_LEN + MAX_MESSAGE_LEN] {
-        buffer.resize(capacity, 0);
-        match encode(message, &mut buffer) {
-            Ok(frame) => {
-                stream.write_all(frame)?;
-                return Ok(stream.flush()?);
-            }
-            Err(FrameError::Buffer { .. }) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Err(FrameError::TooLong { len: MAX_MESSAGE_LEN }.into())
+    let frames = encode_frames(message)?;
+    stream.write_all(&frames)?;
+    Ok(stream.flush()?)
 }
 
-/// Reads frames from a stream, however it cuts them.
+/// Return a message as a frame, or as fragments if it is longer than one takes.
+///
+/// # Errors
+/// [`FrameError::Message`] if it can't be encoded.
+pub fn encode_frames<M: Serialize>(message: &M) -> Result<Vec<u8>, FrameError> {
+    // Most messages are small; only the few that are not pay for a second try.
+    let mut buffer = std::vec![0; 1024];
+    match encode(message, &mut buffer) {
+        Ok(frame) => {
+            let len = frame.len();
+            buffer.truncate(len);
+            Ok(buffer)
+        }
+        Err(FrameError::Buffer { .. }) => {
+            let bytes = postcard::to_io(message, Vec::new()).map_err(|_| FrameError::Message)?;
+            Ok(fragment(&bytes, true).concat())
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Return bytes of a message as frames: the last one ends the message if `is_end`, else more of it is to follow. At least one.
+pub fn fragment(bytes: &[u8], is_end: bool) -> Vec<Vec<u8>> {
+    let cut = |start: usize| {
+        let end = bytes.len().min(start + MAX_MESSAGE_LEN);
+        let mut frame = std::vec![0; FRAME_HEADER_LEN];
+        frame.extend_from_slice(&bytes[start..end]);
+        seal(&mut frame, if is_end && end == bytes.len() { 0 } else { MORE });
+        frame
+    };
+    (0..bytes.len().max(1)).step_by(MAX_MESSAGE_LEN).map(cut).collect()
+}
+
+/// Puts messages together from the bytes of a stream, however it cuts them.
+///
+/// Invariant: it holds no more than the longest message and a frame, and what the last [`FrameBuffer::push`] brought.
+#[derive(Debug)]
+pub struct FrameBuffer {
+    bytes: Vec<u8>,
+    /// How much of `bytes` was taken.
+    taken: usize,
+    /// The fragments so far of a message that goes on.
+    message: Vec<u8>,
+    message_len_max: usize,
+}
+
+impl FrameBuffer {
+    /// Take messages of at most that many bytes.
+    pub const fn new(message_len_max: usize) -> Self {
+        Self { bytes: Vec::new(), taken: 0, message: Vec::new(), message_len_max }
+    }
+
+    /// Take messages of at most that many bytes from here on.
+    pub const fn limit(&mut self, message_len_max: usize) {
+        self.message_len_max = message_len_max;
+    }
+
+    /// Take what has come.
+    pub fn push(&mut self, bytes: &[u8]) {
+        self.bytes.drain(..self.taken);
+        self.taken = 0;
+        self.bytes.extend_from_slice(bytes);
+    }
+
+    /// Return how many bytes wait for the rest of their message.
+    pub const fn len(&self) -> usize {
+        self.bytes.len() - self.taken + self.message.len()
+    }
+
+    /// Tell whether no message has begun.
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Return the next message, `None` if more bytes are needed.
+    ///
+    /// # Errors
+    /// [`FrameError`] if it is none, or longer than the limit.
+    pub fn take_message<M: DeserializeOwned>(&mut self) -> Result<Option<M>, FrameError> {
+        loop {
+            let rest = &self.bytes[self.taken..];
+            let Some((len, has_more)) = read_header(rest)? else { return Ok(None) };
+            let message_len = self.message.len() + len - FRAME_HEADER_LEN;
+            if message_len > self.message_len_max {
+                return Err(FrameError::TooLong { len: message_len });
+            }
+            let Some(frame) = rest.get(..len) else { return Ok(None) };
+            check_crc(frame)?;
+            let body = &frame[FRAME_HEADER_LEN..];
+            self.taken += len;
+            if has_more || !self.message.is_empty() {
+                self.message.extend_from_slice(body);
+                if has_more {
+                    continue;
+                }
+                return postcard::from_bytes(&std::mem::take(&mut self.message))
+                    .map(Some)
+                    .map_err(|_| FrameError::Message);
+            }
+            return postcard::from_bytes(body).map(Some).map_err(|_| FrameError::Message);
+        }
+    }
+}
+
+/// Reads messages from a stream, however it cuts them.
 #[derive(Debug)]
 pub struct FrameReader<R> {
     stream: R,
-    buffer: Vec<u8>,
+    buffer: FrameBuffer,
 }
 
 impl<R: Read> FrameReader<R> {
-    /// Read frames from `stream`.
+    /// Read messages of one frame each from `stream`.
     pub const fn new(stream: R) -> Self {
-        Self { stream, buffer: Vec::new() }
+        Self::with_limit(stream, MAX_MESSAGE_LEN)
+    }
+
+    /// Read messages of at most that many bytes.
+    pub const fn with_limit(stream: R, message_len_max: usize) -> Self {
+        Self { stream, buffer: FrameBuffer::new(message_len_max) }
     }
 
     /// Return the stream.
@@ -67,17 +165,13 @@ impl<R: Read> FrameReader<R> {
     /// [`StreamError`]; [`StreamError::Closed`] if the peer is done.
     pub fn recv<M: DeserializeOwned>(&mut self) -> Result<M, StreamError> {
         loop {
-            if let Some(len) = frame_len(&self.buffer)?.filter(|&len| self.buffer.len() >= len) {
-                let message = decode(&self.buffer[..len]);
-                self.buffer.drain(..len);
-                if let Some((message, _)) = message? {
-                    return Ok(message);
-                }
+            if let Some(message) = self.buffer.take_message()? {
+                return Ok(message);
             }
             let mut chunk = [0; 4096];
             match self.stream.read(&mut chunk) {
                 Ok(0) => return Err(StreamError::Closed),
-                Ok(n) => self.buffer.extend_from_slice(&chunk[..n]),
+                Ok(n) => self.buffer.push(&chunk[..n]),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error.into()),
             }
@@ -118,11 +212,34 @@ mod tests {
     }
 
     #[test]
-    fn long_messages_fit_and_longer_ones_are_refused() {
+    fn long_message_arrives_in_fragments_within_the_readers_limit() {
+        for len in [0, 1, 40_000, MAX_MESSAGE_LEN - 2, MAX_MESSAGE_LEN, 3 * MAX_MESSAGE_LEN, 500_000] {
+            let long: Vec<u8> = (0..len).map(|i| i as u8).collect();
+            let mut bytes = Vec::new();
+            send(&mut bytes, &long).unwrap();
+            send(&mut bytes, &7_u32).unwrap();
+            let mut reader = FrameReader::with_limit(&bytes[..], len + 3);
+            assert_eq!(reader.recv::<Vec<u8>>().unwrap(), long);
+            assert_eq!(reader.recv::<u32>().unwrap(), 7, "the next message begins where it should");
+        }
+    }
+
+    #[test]
+    fn message_over_the_readers_limit_is_refused_before_it_is_kept() {
         let mut bytes = Vec::new();
-        let long: Vec<u8> = (0..40_000).map(|i| i as u8).collect();
-        send(&mut bytes, &long).unwrap();
-        assert_eq!(FrameReader::new(&bytes[..]).recv::<Vec<u8>>().unwrap(), long);
-        assert!(send(&mut bytes, &[0_u8; 70_000].to_vec()).is_err());
+        send(&mut bytes, &std::vec![0_u8; 200_000]).unwrap();
+        let refused = FrameReader::new(&bytes[..]).recv::<Vec<u8>>();
+        assert!(matches!(refused, Err(StreamError::Frame(FrameError::TooLong { .. }))), "{refused:?}");
+        // A peer without a heap takes whole messages only.
+        assert_eq!(crate::ctrl::frame_len(&bytes), Err(FrameError::Fragment));
+        // Fragments without end.
+        let mut buffer = FrameBuffer::new(100_000);
+        let fragment = fragment(&[0; 1000], false).concat();
+        let refused = (0..200).find_map(|_| {
+            buffer.push(&fragment);
+            buffer.take_message::<u8>().err()
+        });
+        assert!(matches!(refused, Some(FrameError::TooLong { .. })), "{refused:?}");
+        assert!(buffer.len() < 102_000, "{}", buffer.len());
     }
 }

@@ -43,7 +43,7 @@ fn frame<M: Serialize>(message: &M) -> Vec<u8> {
     encode(message, &mut [0; 1024]).unwrap().to_vec()
 }
 
-/// Version 9, byte for byte. A change here is a new version.
+/// Version 10, byte for byte. A change here is a new version.
 #[test]
 fn golden_bytes_of_version_10() {
     let install = frame(&Envelope { id: 1, message: Request::InstallTree(tree()) });

@@ -10,6 +10,7 @@ use crate::quota::{self, TenantQuota};
 use anyhow::{Context, anyhow};
 use clap::Args;
 use clap::builder::RangedU64ValueParser;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::io::{self, Read, Write};
@@ -18,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use sumac::choice::CostTable;
 use sumac::comm::DEFAULT_PORT;
-use sumac::controller::{Controller, ControllerConfig};
+use sumac::controller::{Controller, ControllerConfig, Limits};
 use sumac::topo::Fabric;
 use sumac_firmware::emulated::{Board, BoardConfig, BusConfig};
 use sumac_hal::dma::Profile;
@@ -48,6 +49,18 @@ pub(crate) struct ControllerArgs {
     /// How long a group lives at a device without a packet of its job or a renewal by the controller, in seconds
     #[arg(long = "lease", value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     lease_s: u64,
+    /// Connections of ranks and devices at a time; each takes a descriptor of this process
+    #[arg(long, value_name = "N", default_value_t = Limits::default().connections,
+          value_parser = RangedU64ValueParser::<usize>::new().range(1..=1 << 20))]
+    max_connections: usize,
+    /// Jobs at a time, sub-communicators too
+    #[arg(long, value_name = "N", default_value_t = Limits::default().jobs,
+          value_parser = RangedU64ValueParser::<usize>::new().range(1..=1 << 20))]
+    max_jobs: usize,
+    /// Devices at a time
+    #[arg(long, value_name = "N", default_value_t = Limits::default().devices,
+          value_parser = RangedU64ValueParser::<usize>::new().range(1..=1 << 16))]
+    max_devices: usize,
     /// Take the tree where there is one, whatever it costs
     #[arg(long, hide = true, conflicts_with = "overrides")]
     prefer_tree: bool,
@@ -131,6 +144,9 @@ pub(crate) fn run_controller(args: &ControllerArgs) -> Result<(), Failure> {
     }
     config.lease = Duration::from_secs(args.lease_s);
     config.quotas = quota::all(&args.quotas).map_err(Failure::Input)?;
+    let (connections, jobs, devices) = (args.max_connections, args.max_jobs, args.max_devices);
+    config.limits = Limits { connections, jobs, devices, ..config.limits };
+    take_descriptors(connections);
     let controller = Controller::start(config).map_err(Failure::input)?;
     announce(&format!("{LISTENING}{}", controller.local_addr()))?;
     wait(signals);
@@ -171,6 +187,27 @@ impl DeviceArgs {
         (!self.no_bus).then(|| BusConfig { profile, threads, strict, rank_memory_bytes, ..BusConfig::default() })
     }
 }
+
+/// Let this process have a descriptor for each connection, as far as the system lets it.
+fn take_descriptors(connections: usize) {
+    let wanted = connections as u64 + DESCRIPTORS_BESIDE;
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current.is_none_or(|current| current >= wanted) {
+        return;
+    }
+    let current = limit.maximum.map_or(wanted, |maximum| maximum.min(wanted));
+    let raised = setrlimit(Resource::Nofile, Rlimit { current: Some(current), ..limit });
+    if raised.is_err() || current < wanted {
+        tracing::warn!(
+            connections,
+            descriptors = getrlimit(Resource::Nofile).current,
+            "the limit of open files (ulimit -Hn) leaves fewer connections than --max-connections"
+        );
+    }
+}
+
+/// What a controller has open beside its connections, generously.
+const DESCRIPTORS_BESIDE: u64 = 64;
 
 fn read_fabric(path: &Path) -> anyhow::Result<Fabric> {
     if path.as_os_str() != "-" {

@@ -3,6 +3,7 @@
 use crate::address::ControllerAddress;
 use crate::exit::Failure;
 use clap::Args;
+use std::fmt;
 use std::io::{self, Write};
 use sumac::controller::proto::{DeviceStatus, JobStatus, StatusReport, TenantStatus};
 use sumac::controller::status;
@@ -31,6 +32,23 @@ pub(crate) fn run(args: &StatusArgs) -> Result<(), Failure> {
     Ok(out.flush()?)
 }
 
+/// Text of somebody else, with what a terminal would act on escaped.
+struct Plain<'t>(&'t str);
+
+impl fmt::Display for Plain<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.chars().try_for_each(|c| match c {
+            // What turns the direction of writing, too.
+            c if c.is_control()
+                || matches!(c, '\u{200e}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}') =>
+            {
+                write!(f, "{}", c.escape_unicode())
+            }
+            c => write!(f, "{c}"),
+        })
+    }
+}
+
 fn write_report(out: &mut impl Write, report: &StatusReport) -> io::Result<()> {
     match &report.fabric {
         Some(fabric) => writeln!(
@@ -44,8 +62,12 @@ fn write_report(out: &mut impl Write, report: &StatusReport) -> io::Result<()> {
     report.devices.iter().try_for_each(|device| write_device(out, device))?;
     writeln!(out, "tenants  {}", report.tenants.len())?;
     report.tenants.iter().try_for_each(|tenant| write_tenant(out, tenant))?;
-    writeln!(out, "jobs     {}", report.jobs.len())?;
-    report.jobs.iter().try_for_each(|job| write_job(out, job))
+    writeln!(out, "jobs     {}", report.jobs.len() as u64 + u64::from(report.jobs_left_out))?;
+    report.jobs.iter().try_for_each(|job| write_job(out, job))?;
+    match report.jobs_left_out {
+        0 => Ok(()),
+        more => writeln!(out, "  and {more} more, for which the report has no room"),
+    }
 }
 
 fn write_tenant(out: &mut impl Write, tenant: &TenantStatus) -> io::Result<()> {
@@ -54,6 +76,7 @@ fn write_tenant(out: &mut impl Write, tenant: &TenantStatus) -> io::Result<()> {
         None => held.to_string(),
     };
     let TenantStatus { name, groups, slots, memory_bytes, quota } = tenant;
+    let name = Plain(name);
     writeln!(
         out,
         "  {name}  groups {}  most slots of a device {}  most bytes of one {}",
@@ -74,7 +97,7 @@ fn write_device(out: &mut impl Write, device: &DeviceStatus) -> io::Result<()> {
             writeln!(
                 out,
                 "  {}  groups {}/{groups}  slots {}/{slots}  packets in {} out {}  dropped {dropped}{}{}{known}",
-                device.name,
+                Plain(&device.name),
                 stats.groups,
                 stats.slots_used,
                 counters.packets_in,
@@ -83,7 +106,7 @@ fn write_device(out: &mut impl Write, device: &DeviceStatus) -> io::Result<()> {
                 describe_bus(device.bus.as_ref())
             )
         }
-        Err(why) => writeln!(out, "  {}  DOES NOT ANSWER: {why}{known}", device.name),
+        Err(why) => writeln!(out, "  {}  DOES NOT ANSWER: {}{known}", Plain(&device.name), Plain(why)),
     }
 }
 
@@ -93,7 +116,9 @@ fn describe_stack(StackUse { used_bytes, of_bytes }: StackUse) -> String {
 
 fn describe_bus(bus: Option<&Bus>) -> String {
     match bus {
-        Some(bus) => format!("  bus on machine {}, {} bytes for redo slots", bus.machine, bus.redo_memory_bytes),
+        Some(bus) => {
+            format!("  bus on machine {}, {} bytes for redo slots", Plain(&bus.machine), bus.redo_memory_bytes)
+        }
         None => "  no bus".into(),
     }
 }
@@ -110,11 +135,11 @@ fn write_job(out: &mut impl Write, job: &JobStatus) -> io::Result<()> {
             "  {} on {} levels: {}  {} of {} ranks by reference",
             tree.group,
             tree.levels,
-            tree.devices.join(" "),
+            Plain(&tree.devices.join(" ")),
             tree.by_reference,
             job.world
         ),
-        Some(Err(why)) => format!("  no tree: {why}"),
+        Some(Err(why)) => format!("  no tree: {}", Plain(why)),
     };
     // Most jobs keep the tree that they begin with.
     let view = if job.view > 0 { format!("  view {}", job.view) } else { String::new() };
@@ -123,7 +148,7 @@ fn write_job(out: &mut impl Write, job: &JobStatus) -> io::Result<()> {
         (None, true) => "  a tree is offered".to_owned(),
         (None, false) => String::new(),
     };
-    let (name, tenant, joined, world) = (&job.name, &job.tenant, job.joined, job.world);
+    let (name, tenant, joined, world) = (Plain(&job.name), Plain(&job.tenant), job.joined, job.world);
     writeln!(out, "  {name}  {state}  tenant {tenant}  ranks {joined}/{world}{view}{tree}{queue}")
 }
 
@@ -179,6 +204,23 @@ mod tests {
         let joining = JobStatus { running: false, queue: Some(place), ..job() };
         assert!(written(&joining).contains("j  waiting for a tree  "));
         assert!(written(&JobStatus { joined: 3, ..joining }).contains("j  waiting for ranks  "));
+    }
+
+    #[test]
+    fn text_of_others_is_escaped_before_it_reaches_the_terminal() {
+        let evil = "a\u{1b}[2Jb\r\n\u{9b}c\u{202e}";
+        let tree = JobTree { group: GroupId(7), levels: 1, devices: vec![evil.into()], by_reference: 0 };
+        let name = evil.to_owned();
+        let job = JobStatus { name: name.clone(), tenant: name.clone(), tree: Some(Ok(tree)), ..job() };
+        let without = JobStatus { tree: Some(Err(name.clone())), ..job.clone() };
+        let mut text = written(&job) + &written(&without);
+        let mut tenant = Vec::new();
+        let quota = Quota::default();
+        write_tenant(&mut tenant, &TenantStatus { name, groups: 0, slots: 0, memory_bytes: 0, quota }).expect("memory");
+        text += &String::from_utf8(tenant).expect("text");
+        assert_eq!(text.lines().count(), 3, "{text}");
+        assert!(text.chars().all(|c| c == '\n' || !c.is_control() && c != '\u{202e}'), "{text:?}");
+        assert!(text.contains("a\\u{1b}[2Jb"), "{text}");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use super::{Communicator, JoinError};
 use crate::controller::ClientError;
+use crate::controller::derived_name;
 use std::time::Instant;
 use sumac_hal::ids::Rank;
 use thiserror::Error as ThisError;
@@ -56,7 +57,7 @@ impl Communicator {
         let Some(place) = ranks.iter().position(|&rank| rank == Rank(self.rank())) else {
             return Err(ShrinkError::NoMember { name: config.job });
         };
-        config.job = format!("{}~{round}", config.job);
+        config.job = derived_name(&config.job, &format!("~{round}"));
         (config.rank, config.world) = (place as u32, ranks.len() as u32);
         let name = config.job.clone();
         Self::join(config).map_err(|source| ShrinkError::Join { name, source: Box::new(source) })

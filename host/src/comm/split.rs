@@ -5,6 +5,7 @@
 
 use super::{Buffers, CallOptions, Communicator, Error, JoinConfig, JoinError, Straggler};
 use crate::choice::Algo;
+use crate::controller::derived_name;
 use sumac_hal::op::{Dtype, OpDesc};
 use thiserror::Error as ThisError;
 
@@ -65,7 +66,7 @@ impl Communicator {
         let (mut config, nth) = core?.next_split();
         let Some(color) = color else { return Ok(None) };
         let (rank, world) = place(&all, color, key, self.rank());
-        config.job = format!("{}/{nth}.{color}", config.job);
+        config.job = derived_name(&config.job, &format!("/{nth}.{color}"));
         (config.rank, config.world) = (rank, world);
         configure(&mut config);
         let name = config.job.clone();

@@ -124,7 +124,16 @@ pub(super) fn draft(
     let Some(fabric) = &config.fabric else {
         // Any of them can stand for the fabric; why the first one can't is what is told.
         let mut first = None;
-        for switch in devices.keys() {
+        for (switch, device) in devices {
+            let (ranks, most) = (asking.requests.len(), most_children(device));
+            if ranks > most {
+                // No fabric has to be made up to see that.
+                first.get_or_insert(format!(
+                    "{ranks} ranks are more than the {most} children that a group has at most on device {switch}, and without \
+                     a fabric trees have one level"
+                ));
+                continue;
+            }
             let flat = flat_fabric(switch, asking.requests.len())?;
             match planned(config, &flat, devices, books, asking, ids) {
                 Err(why) => drop(first.get_or_insert(why)),
@@ -177,10 +186,8 @@ fn plan_tree(fabric: &Fabric, devices: &Devices, books: &Books, asking: Asking<'
     let limits = devices.values().filter_map(|device| {
         let left = books.left(asking.tenant, &device.key());
         let slots = if left.groups == 0 { 0 } else { left.slots };
-        let limits = DeviceLimits {
-            max_children: usize::from(device.announce.capabilities.children),
-            slots_free: u32::try_from(slots).unwrap_or(u32::MAX),
-        };
+        let limits =
+            DeviceLimits { max_children: most_children(device), slots_free: u32::try_from(slots).unwrap_or(u32::MAX) };
         Some((fabric.find_switch(device.name())?, limits))
     });
     let limits = Limits {
@@ -199,7 +206,18 @@ fn shard_of(devices: &Devices) -> Result<Shard, String> {
     Shard::new(0, shards as u16).ok_or_else(|| format!("a device with {shards} shards"))
 }
 
+/// Return how many children a group can have on a device, whatever it says.
+fn most_children(device: &DeviceSession) -> usize {
+    usize::from(device.announce.capabilities.children).min(MAX_CHILDREN)
+}
+
 fn place(shape: Shape, ids: Ids) -> Result<Placement, String> {
+    if let Some((device, children)) =
+        shape.nodes.iter().find(|(device, children)| children.len() > most_children(device))
+    {
+        let (name, len, most) = (device.name(), children.len(), most_children(device));
+        return Err(format!("device {name} would have {len} children, and a group has at most {most} there"));
+    }
     let Ids { group, tree, epoch, .. } = ids;
     let mut ranks = vec![(0, ChildIndex(0)); shape.ranks];
     let mut places = vec![None; shape.nodes.len()];

@@ -1,5 +1,6 @@
 //! A client's connection to a controller.
 
+use super::limits::REPLY_LEN_MAX;
 use super::proto::{
     ClientReply, ClientRequest, JoinRefusal, JoinRequest, Membership, Over, QueuePlace, Resumption, StatusReport,
 };
@@ -143,7 +144,7 @@ pub(super) fn connect(addr: SocketAddr) -> Result<(TcpStream, FrameReader<TcpStr
     let unreached = |source| ClientError::Connect { addr, source };
     let mut stream = TcpStream::connect_timeout(&addr, CONNECT_TIMEOUT).map_err(unreached)?;
     stream.set_nodelay(true).map_err(unreached)?;
-    let reader = FrameReader::new(stream.try_clone().map_err(unreached)?);
+    let reader = FrameReader::with_limit(stream.try_clone().map_err(unreached)?, REPLY_LEN_MAX);
     send(&mut stream, &Greeting::Client)?;
     Ok((stream, reader))
 }
@@ -158,6 +159,7 @@ pub fn status(addr: SocketAddr) -> Result<StatusReport, ClientError> {
     send(&mut stream, &ClientRequest::Status)?;
     match reader.recv()? {
         ClientReply::Status(report) => Ok(report),
+        ClientReply::Refused(refusal) => Err(refusal.into()),
         _ => Err(ClientError::Answer),
     }
 }

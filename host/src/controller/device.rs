@@ -1,18 +1,17 @@
 //! A connected device: requests out, responses in, paired by number.
 //!
 //! A device does what it is told in the order of telling. So several requests are posted before the first answer is waited
-//! for, and what a posted release frees can be given out again at once. Posting does not wait: what a device has not
-//! answered is little, or the device is hung up on.
+//! for, and what a posted release frees can be given out again at once. Posting does not wait: it queues, and a device that
+//! does not read or not answer is hung up on.
 
 use super::books::{Amount, DeviceKey};
-use super::line::Line;
+use super::line::{Frames, Line};
 use std::collections::BTreeMap;
-use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-use sumac_hal::ctrl::{Announce, Envelope, FrameReader, Refusal, Request, Response, Stats, StreamError, send};
+use sumac_hal::ctrl::{Announce, Envelope, Refusal, Request, Response, Stats};
 use thiserror::Error;
 
 /// Why a device did not do what it was asked.
@@ -42,8 +41,6 @@ pub(super) struct DeviceSession {
 /// What was asked, until it is answered.
 #[derive(Debug)]
 pub(super) struct Asked {
-    /// Only a rehearsal looks before it takes.
-    #[cfg(feature = "snapshot")]
     id: u32,
     answer: Receiver<Response>,
 }
@@ -53,19 +50,15 @@ struct Calls {
     line: Box<dyn Line>,
     next_id: u32,
     waiting: BTreeMap<u32, Sender<Response>>,
+    /// The first question for counters that somebody has waited for in vain, until it is answered.
+    late_stats: Option<u32>,
     ended: bool,
 }
 
 impl DeviceSession {
-    pub(super) fn new(announce: Announce, stream: TcpStream) -> Result<Self, StreamError> {
-        // A device that does not read must not hold the controller.
-        stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
-        Ok(Self::on(announce, Box::new(stream)))
-    }
-
     /// Describe a device that is told over this line.
     pub(super) fn on(announce: Announce, line: Box<dyn Line>) -> Self {
-        let calls = Calls { line, next_id: 0, waiting: BTreeMap::new(), ended: false };
+        let calls = Calls { line, next_id: 0, waiting: BTreeMap::new(), late_stats: None, ended: false };
         Self { announce, calls: Mutex::new(calls), is_silent: AtomicBool::new(false) }
     }
 
@@ -99,27 +92,18 @@ impl DeviceSession {
     }
 
     /// Welcome the device; its answer repeats what it announced and is not waited for.
-    pub(super) fn hello(&self) -> Result<(), StreamError> {
-        send(&mut self.lock().line, &Envelope { id: u32::MAX, message: Request::Hello })
-    }
-
-    /// Hand responses to who waits for them, until the connection ends.
-    pub(super) fn read_responses(&self, reader: &mut FrameReader<TcpStream>) -> Result<(), StreamError> {
-        let ended = loop {
-            match reader.recv::<Envelope<Response>>() {
-                Ok(response) => self.take(response),
-                Err(StreamError::Closed) => break Ok(()),
-                Err(error) => break Err(error),
-            }
-        };
-        self.end();
-        ended
+    pub(super) fn hello(&self) {
+        if let Ok(frames) = Frames::of(&Envelope { id: u32::MAX, message: Request::Hello }) {
+            self.lock().line.put(&[frames]);
+        }
     }
 
     /// Hand a response to who waits for it.
     pub(super) fn take(&self, response: Envelope<Response>) {
         self.is_silent.store(false, Ordering::Release);
-        if let Some(waiter) = self.lock().waiting.remove(&response.id) {
+        let mut calls = self.lock();
+        calls.late_stats = calls.late_stats.filter(|late| *late != response.id);
+        if let Some(waiter) = calls.waiting.remove(&response.id) {
             // Who waited may have given up.
             let _ = waiter.send(response.message);
         }
@@ -154,17 +138,14 @@ impl DeviceSession {
         calls.next_id = id.wrapping_add(1) % u32::MAX;
         calls.waiting.insert(id, sender);
         // Renewals come one a group.
-        let most = UNANSWERED_MAX + 4 * usize::from(self.announce.capabilities.groups);
-        if calls.waiting.len() > most || send(&mut calls.line, &Envelope { id, message }).is_err() {
+        let most = UNANSWERED_MAX + 4 * usize::from(self.announce.capabilities.groups).min(UNANSWERED_GROUPS_MAX);
+        let is_told = || Frames::of(&Envelope { id, message }).is_ok_and(|frames| calls.line.put(&[frames]));
+        if calls.waiting.len() > most || !is_told() {
             calls.ended = true;
             calls.line.hang_up();
             return Err(DeviceError::Gone);
         }
-        Ok(Asked {
-            #[cfg(feature = "snapshot")]
-            id,
-            answer: receiver,
-        })
+        Ok(Asked { id, answer: receiver })
     }
 
     fn answer(&self, asked: &Asked, deadline: Instant) -> Result<Response, DeviceError> {
@@ -188,10 +169,25 @@ impl DeviceSession {
 
     /// Wait for the answer to [`Request::Stats`].
     pub(super) fn counted(&self, asked: &Asked, deadline: Instant) -> Result<Stats, DeviceError> {
-        match self.answer(asked, deadline)? {
-            Response::Stats(stats) => Ok(stats),
-            _ => Err(DeviceError::Answer),
+        match self.answer(asked, deadline) {
+            Ok(Response::Stats(stats)) => Ok(stats),
+            Ok(_) => Err(DeviceError::Answer),
+            Err(error) => {
+                if matches!(error, DeviceError::Gone) {
+                    let mut calls = self.lock();
+                    // It may have come since.
+                    if calls.waiting.contains_key(&asked.id) {
+                        calls.late_stats.get_or_insert(asked.id);
+                    }
+                }
+                Err(error)
+            }
         }
+    }
+
+    /// Tell whether it owes an answer about its counters that was waited for long enough: nobody waits for the next one.
+    pub(super) fn owes_stats(&self) -> bool {
+        self.lock().late_stats.is_some()
     }
 }
 
@@ -200,9 +196,11 @@ pub(super) fn answer_due() -> Instant {
     Instant::now() + ANSWER_TIMEOUT
 }
 
-/// The most requests that a device may leave unanswered, beside some for each group: far less than its connection buffers,
-/// so that posting one does not wait.
+/// The most requests that a device may leave unanswered, beside some for each group.
 const UNANSWERED_MAX: usize = 256;
+
+/// For so many groups at most, whatever the device says.
+const UNANSWERED_GROUPS_MAX: usize = 4096;
 
 /// How long a device may take to answer.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);

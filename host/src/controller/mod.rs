@@ -20,7 +20,8 @@
 //! schedules and stands in a queue, or waits there to join (`state::place` has the way of a job, `queue` who comes first).
 //! Leases are renewed while a job lives, and what a device has freed is freed everywhere (`state::lease`).
 //!
-//! Control plane only: a thread a connection, one lock over the state, which is not held while a device is asked. No packet of an operation passes here, and
+//! Control plane only: one thread has all connections (`connections`), one plans (`state::planning`), one makes reports,
+//! and one lock is over the state, under which nobody sends, plans or waits. No packet of an operation passes here, and
 //! running operations do not need the controller. One that is started again at the same address learns of running jobs from
 //! their ranks, which show a secret that the one before has given them (`state::resume`).
 //!
@@ -29,8 +30,10 @@
 mod admit;
 mod books;
 mod client;
+mod connections;
 mod device;
 mod entropy;
+pub mod limits;
 mod line;
 pub mod proto;
 mod queue;
@@ -40,25 +43,28 @@ mod shape;
 mod state;
 #[cfg(test)]
 mod tests;
+mod wakeup;
 mod watch;
 
 pub use books::{Quota, Quotas};
 pub use client::{ClientError, Notice, Session, status};
+pub use limits::{Limits, derived_name};
 
 use crate::choice::CostTable;
 use crate::topo::Fabric;
+use connections::Connections;
 use device::{DeviceSession, answer_due};
 use entropy::Entropy;
-use proto::ClientReply;
-use state::{Client, Draft, Served, State};
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use limits::REPLY_LEN_MAX;
+use state::{Client, Draft, State};
+use std::net::{SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
-use sumac_hal::ctrl::{FrameReader, Greeting, StreamError};
 use sumac_hal::uplink::{HopTimers, MAX_WINDOW};
 use thiserror::Error;
+use wakeup::Wakeup;
 
 /// How to set up a controller.
 #[derive(Debug, Clone)]
@@ -92,9 +98,14 @@ pub struct ControllerConfig {
     pub quotas: Quotas,
     /// The timers of the hops.
     pub timers: HopTimers,
+    /// What is taken from outside, at most.
+    pub limits: Limits,
     /// When this life of the controller began, in milliseconds since 1970: its groups and epochs count on from there, so
     /// that none is one of an earlier life, of which devices and ranks may still hold something. `None`: now.
     pub started_ms: Option<u64>,
+    /// What plans wait at.
+    #[cfg(test)]
+    gate: tests::Gate,
 }
 
 impl ControllerConfig {
@@ -112,7 +123,10 @@ impl ControllerConfig {
             lease: Duration::from_secs(30),
             quotas: Quotas::default(),
             timers: HopTimers::DEFAULT,
+            limits: Limits::default(),
             started_ms: None,
+            #[cfg(test)]
+            gate: tests::Gate::default(),
         }
     }
 }
@@ -151,7 +165,7 @@ pub enum ControllerError {
         /// What the system said.
         source: std::io::Error,
     },
-    /// The system would not start a thread.
+    /// The system would not start a thread, or give a descriptor for one to wait at.
     #[error("start a thread: {0}")]
     Thread(std::io::Error),
 }
@@ -170,11 +184,22 @@ pub struct Controller {
 pub(crate) struct Shared {
     config: ControllerConfig,
     state: Mutex<State>,
+    /// Nothing more is begun.
     stopping: AtomicBool,
+    /// Everything is released: nobody has to be told anything any more.
+    ended: AtomicBool,
     /// Wakes the renewal thread when the controller stops.
     stopped: Condvar,
-    /// Wakes who attends to the queue.
+    /// Wakes who plans, and who attends to what is due.
     wake: Arc<Condvar>,
+    /// Wakes who has the connections.
+    wakeup: Arc<Wakeup>,
+    /// Threads that ask devices for a tree.
+    placing: AtomicUsize,
+    /// Those that wait for a report.
+    reports: Mutex<Vec<Arc<Client>>>,
+    /// Wakes who makes it.
+    report: Condvar,
 }
 
 impl Shared {
@@ -188,6 +213,16 @@ impl Shared {
 
     fn stopping(&self) -> bool {
         self.stopping.load(Ordering::Acquire)
+    }
+
+    fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
+    }
+
+    /// A client asks for a report.
+    fn ask_for_report(&self, client: &Arc<Client>) {
+        self.reports.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(client));
+        self.report.notify_all();
     }
 }
 
@@ -207,14 +242,25 @@ impl Controller {
             state: Mutex::new(State::new(&config, started_ms, Entropy::System, Arc::clone(&wake))),
             config,
             stopping: AtomicBool::new(false),
+            ended: AtomicBool::new(false),
             stopped: Condvar::new(),
             wake,
+            wakeup: Arc::new(Wakeup::new().map_err(ControllerError::Thread)?),
+            placing: AtomicUsize::new(0),
+            reports: Mutex::default(),
+            report: Condvar::new(),
         });
-        let mut controller = Self { addr, shared: Arc::clone(&shared), threads: Vec::new(), pid: std::process::id() };
-        let (accept, attended) = (Arc::clone(&shared), Arc::clone(&shared));
-        controller.spawn("accept", move || accept_all(&accept, &listener))?;
+        let pid = std::process::id();
+        let mut controller = Self { addr, shared: Arc::clone(&shared), threads: Vec::new(), pid };
+        let connections = Connections::new(Arc::clone(&shared), listener).map_err(ControllerError::Thread)?;
+        let [attended, planned, reported] = [(); 3].map(|()| Arc::clone(&shared));
+        controller.spawn("connections", move || connections.run())?;
         controller.spawn("queue", move || attend(&attended))?;
+        controller.spawn("report", move || report(&reported))?;
         controller.spawn("renew", move || renew(&shared))?;
+        // Nobody waits for its end: a plan may take long.
+        let planner = std::thread::Builder::new().name("plan".into());
+        planner.spawn(move || plan(&planned)).map_err(ControllerError::Thread)?;
         Ok(controller)
     }
 
@@ -251,6 +297,7 @@ impl Drop for Controller {
             self.shared.wake.notify_all();
             state.release_all()
         };
+        self.shared.report.notify_all();
         let due = answer_due();
         for (device, asked) in released {
             if let Err(error) = device.done(&asked, due) {
@@ -258,8 +305,8 @@ impl Drop for Controller {
             }
         }
         self.shared.lock().devices.values().for_each(|device| device.hang_up());
-        // Wakes the accepting thread; if it can't be reached it has ended already.
-        let _ = TcpStream::connect(self.addr);
+        self.shared.ended.store(true, Ordering::Release);
+        self.shared.wakeup.wake();
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
@@ -289,76 +336,6 @@ fn check(config: &ControllerConfig) -> Result<(), ControllerError> {
     range("lease in ms", lease, (1000..u64::from(u32::MAX)).contains(&lease), "at least 1000")
 }
 
-fn accept_all(shared: &Arc<Shared>, listener: &TcpListener) {
-    for stream in listener.incoming() {
-        if shared.stopping() {
-            return;
-        }
-        let Ok(stream) = stream else { continue };
-        let shared = Arc::clone(shared);
-        let serve = move || {
-            let peer = stream.peer_addr();
-            if let Err(error) = serve_connection(&shared, stream) {
-                tracing::debug!(?peer, %error, "connection ended");
-            }
-        };
-        if let Err(error) = std::thread::Builder::new().name("connection".into()).spawn(serve) {
-            tracing::error!(%error, "no thread for a connection; it is dropped");
-        }
-    }
-}
-
-/// Find out who dials, and serve it to its end.
-fn serve_connection(shared: &Shared, stream: TcpStream) -> Result<(), StreamError> {
-    stream.set_nodelay(true)?;
-    // A stranger that says nothing does not hold a thread for ever.
-    stream.set_read_timeout(Some(GREETING_TIMEOUT))?;
-    let mut reader = FrameReader::new(stream.try_clone()?);
-    let greeting: Greeting = reader.recv()?;
-    stream.set_read_timeout(None)?;
-    match greeting {
-        Greeting::Device(announce) => {
-            let session = Arc::new(DeviceSession::new(announce, stream)?);
-            if !shared.lock().add_device(&shared.config, &session) {
-                tracing::warn!(device = session.name(), "refused: a device of that name is connected");
-                shared.lock().ask_whether_it_lives(session.name());
-                return Ok(());
-            }
-            tracing::info!(device = session.name(), boot_id = session.announce.boot_id.0, "device connected");
-            // Welcomes it: the device knows then that it is registered.
-            let welcome = session.hello();
-            let ended = welcome.and_then(|()| session.read_responses(&mut reader));
-            shared.lock().remove_device(&shared.config, &session);
-            tracing::info!(device = session.name(), "device gone");
-            ended
-        }
-        _ => serve_client(shared, &mut reader, stream),
-    }
-}
-
-fn serve_client(shared: &Shared, reader: &mut FrameReader<TcpStream>, stream: TcpStream) -> Result<(), StreamError> {
-    let client = Arc::new(Client::new(Box::new(stream)));
-    let mut place = None;
-    let ended = loop {
-        match reader.recv() {
-            Ok(request) => {
-                let served = shared.lock().serve(&shared.config, request, &client, &mut place);
-                match served {
-                    Served::Done => {}
-                    Served::Draft(draft) => carry_out(shared, Some(draft)),
-                    Served::Report(report) => client.send(&ClientReply::Status(report.ask_devices())),
-                }
-            }
-            Err(StreamError::Closed) => break Ok(()),
-            Err(error) => break Err(error),
-        }
-    };
-    if let Some((job, rank)) = place {
-        shared.lock().depart(&shared.config, (&job, rank), &client, false);
-    }
-    ended
-}
-
 /// Reserve a drafted tree on its devices, and others instead where that can't be. The state is not locked meanwhile.
 fn carry_out(shared: &Shared, mut draft: Option<Draft>) {
     while let Some(next) = draft {
@@ -367,13 +344,15 @@ fn carry_out(shared: &Shared, mut draft: Option<Draft>) {
     }
 }
 
-/// Make trees for jobs whose ranks wait for one to join with, and give up what was waited for too long.
+/// Carry out what is drafted, and give up what was waited for too long.
 fn attend(shared: &Arc<Shared>) {
     let mut state = shared.lock();
     while !shared.stopping() {
         state.now = Instant::now();
-        let due = state.expire_all(&shared.config);
-        if let Some(draft) = state.ready.pop_front() {
+        let due = state.expire_all();
+        if shared.placing.load(Ordering::Acquire) < PLACING_MAX
+            && let Some(draft) = state.ready.pop_front()
+        {
             drop(state);
             carry_out_aside(shared, draft);
             state = shared.lock();
@@ -389,14 +368,62 @@ fn attend(shared: &Arc<Shared>) {
 fn carry_out_aside(shared: &Arc<Shared>, draft: Draft) {
     let (to, from) = std::sync::mpsc::channel();
     let there = Arc::clone(shared);
-    let carry = move || carry_out(&there, from.recv().ok());
+    shared.placing.fetch_add(1, Ordering::AcqRel);
+    let carry = move || {
+        carry_out(&there, from.recv().ok());
+        there.placing.fetch_sub(1, Ordering::AcqRel);
+        // Under the lock: who looked before it waits by now.
+        drop(there.lock());
+        there.wake.notify_all();
+    };
     if let Err(error) = std::thread::Builder::new().name("place".into()).spawn(carry) {
         tracing::error!(%error, "no thread to place a job; the queue waits meanwhile");
+        shared.placing.fetch_sub(1, Ordering::AcqRel);
         return carry_out(shared, Some(draft));
     }
     // It lives until it has it.
     let _ = to.send(draft);
 }
+
+/// Plan what is to be planned, on copies of the state.
+fn plan(shared: &Shared) {
+    let mut state = shared.lock();
+    while !shared.stopping() {
+        state.now = Instant::now();
+        match state.next_plan() {
+            Some(plan) => {
+                drop(state);
+                let planned = plan.run(&shared.config);
+                state = shared.lock();
+                if !shared.stopping() {
+                    state.planned(&shared.config, planned);
+                }
+            }
+            None => state = shared.wake.wait(state).unwrap_or_else(PoisonError::into_inner),
+        }
+    }
+}
+
+/// Make reports: one for all who have asked by then, so that many who ask cost what one does.
+fn report(shared: &Shared) {
+    loop {
+        let reports = shared.reports.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = shared.report.wait_while(reports, |reports| reports.is_empty() && !shared.stopping());
+        let clients = std::mem::take(&mut *waited.unwrap_or_else(PoisonError::into_inner));
+        if shared.stopping() {
+            return;
+        }
+        let report = shared.lock().report(&shared.config).ask_devices();
+        let len_max = REPLY_LEN_MAX.min(shared.config.limits.peer_output_bytes / 2);
+        match state::encode_report(report, len_max) {
+            Ok(frames) => clients.iter().for_each(|client| client.put(std::slice::from_ref(&frames))),
+            Err(error) => tracing::error!(%error, "no report can be made"),
+        }
+    }
+}
+
+/// How many jobs devices are asked for at a time.
+const PLACING_MAX: usize = 32;
 
 /// Extend the leases of all running jobs, a third of the lease apart.
 fn renew(shared: &Shared) {
@@ -409,9 +436,6 @@ fn renew(shared: &Shared) {
         }
         let renewed = round.ask().answered(answer_due());
         state = shared.lock();
-        state.renewed(&shared.config, renewed);
+        state.renewed(renewed);
     }
 }
-
-/// How long a connection may take to say who it is.
-const GREETING_TIMEOUT: Duration = Duration::from_secs(10);

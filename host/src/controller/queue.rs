@@ -14,7 +14,7 @@
 
 use super::books::{Books, Claim, DeviceKey, Needs};
 use super::proto::QueuePlace;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use sumac_hal::planted;
 
 /// How often a job may be passed over.
@@ -122,28 +122,36 @@ impl Queue {
         if planted!(self, NewestFirst) {
             rest.reverse();
         }
-        let mut shares: BTreeMap<&str, u64> = BTreeMap::new();
-        while !rest.is_empty() {
-            // The first of each tenant stands for it: `rest` is in order of tickets.
-            let mut seen = BTreeSet::new();
-            let heads = rest.iter().enumerate().filter(|(_, (_, entry))| seen.insert(entry.tenant.as_str()));
-            let share = |(_, (_, entry)): &(usize, &(&String, &Waiting))| {
-                shares.get(entry.tenant.as_str()).copied().unwrap_or_else(|| books.share(&entry.tenant))
-            };
-            let Some((next, _)) = heads.min_by_key(share) else { break };
-            let (job, entry) = rest.remove(next);
-            let share = shares.entry(&entry.tenant).or_insert_with(|| books.share(&entry.tenant));
-            *share = share.saturating_add(books.share_of(entry.wanted.iter()));
+        // Of each tenant those that wait, and by share and place the first of each.
+        let mut lines: BTreeMap<&str, VecDeque<(usize, &String, &Waiting)>> = BTreeMap::new();
+        for (at, (job, entry)) in rest.into_iter().enumerate() {
+            lines.entry(&entry.tenant).or_default().push_back((at, job, entry));
+        }
+        let head = |line: &VecDeque<(usize, &String, &Waiting)>| line.front().map(|(at, ..)| *at);
+        let mut heads: BTreeSet<(u64, usize, &str)> =
+            lines.iter().filter_map(|(tenant, line)| Some((books.share(tenant), head(line)?, *tenant))).collect();
+        while let Some((share, _, tenant)) = heads.pop_first() {
+            let Some(line) = lines.get_mut(tenant) else { continue };
+            let Some((_, job, entry)) = line.pop_front() else { continue };
+            if let Some(at) = head(line) {
+                heads.insert((share.saturating_add(books.share_of(entry.wanted.iter())), at, tenant));
+            }
             first.push((job, entry));
         }
         first.into_iter().map(|(job, _)| job.clone()).collect()
     }
 
+    /// Return the places of all jobs that wait.
+    pub(super) fn places(&self, books: &Books) -> BTreeMap<String, QueuePlace> {
+        let order = self.order(books);
+        let of = order.len() as u32;
+        (1..).zip(order).map(|(position, job)| (job, QueuePlace { position, of })).collect()
+    }
+
     /// Return a job's place, if it waits.
     pub(super) fn place(&self, job: &str, books: &Books) -> Option<QueuePlace> {
-        let order = self.order(books);
-        let ahead = order.iter().position(|other| other == job)?;
-        Some(QueuePlace { position: ahead as u32 + 1, of: order.len() as u32 })
+        self.waiting.get(job)?;
+        self.places(books).remove(job)
     }
 
     /// Return what `job` may not have, be it in the queue or new.
@@ -181,48 +189,42 @@ impl Queue {
         }
     }
 
-    /// Serve all who fit; `fit` says what a job would be given, if that is possible. Returns who was served; it is claimed in
-    /// the books.
-    pub(super) fn serve(
-        &mut self,
-        books: &mut Books,
-        mut fit: impl FnMut(&str, &Books, &Bars) -> Option<Claim>,
-    ) -> Vec<String> {
-        let mut served = Vec::new();
-        // Each round serves somebody: who is served may leave room that was kept for it, and changes the order.
-        while let Some(job) = self.serve_one(books, &mut fit) {
-            served.push(job);
-        }
-        served
+    /// Return who is looked at next: the first that has not been tried with these books.
+    pub(super) fn candidate(&self, books: &Books) -> Option<Candidate> {
+        let version = books.version();
+        let is_untried = |job: &String| self.waiting.get(job).is_some_and(|entry| entry.tried != Some(version));
+        let job = self.order(books).into_iter().find(is_untried)?;
+        let ticket = self.waiting.get(&job)?.ticket;
+        Some(Candidate { job, ticket, version })
     }
 
-    fn serve_one(
-        &mut self,
-        books: &mut Books,
-        fit: &mut impl FnMut(&str, &Books, &Bars) -> Option<Claim>,
-    ) -> Option<String> {
-        for job in self.order(books) {
-            let version = books.version();
-            let bars = self.bars(&job);
-            let entry = self.waiting.get_mut(&job).filter(|entry| entry.tried != Some(version));
-            let Some(entry) = entry else { continue };
-            let claim = fit(&job, books, &bars).filter(|claim| books.claim(claim.clone()).is_ok());
-            let Some(claim) = claim else {
-                let is_quota = books.check(&entry.tenant, &entry.wanted).is_err_and(|short| short.is_quota());
-                entry.scope = if is_quota { Scope::Tenant } else { Scope::Devices };
-                entry.tried = Some(version);
-                continue;
-            };
-            if entry.is_starved() {
-                books.touch();
-            }
-            entry.standing = Standing::Served;
-            let ticket = entry.ticket;
-            self.given(ticket, &claim, books);
-            return Some(job);
+    /// Serve a candidate with that claim, or note that there is nothing for it. True if it was served; it is claimed in the
+    /// books then. Who is served may leave room that was kept for it, and changes the order.
+    pub(super) fn settle(&mut self, books: &mut Books, candidate: &Candidate, claim: Option<Claim>) -> bool {
+        let waits = |entry: &&mut Waiting| entry.ticket == candidate.ticket && entry.standing == Standing::Waits;
+        let Some(entry) = self.waiting.get_mut(&candidate.job).filter(waits) else { return false };
+        let Some(claim) = claim.filter(|claim| books.claim(claim.clone()).is_ok()) else {
+            let is_quota = books.check(&entry.tenant, &entry.wanted).is_err_and(|short| short.is_quota());
+            entry.scope = if is_quota { Scope::Tenant } else { Scope::Devices };
+            entry.tried = Some(candidate.version);
+            return false;
+        };
+        if entry.is_starved() {
+            books.touch();
         }
-        None
+        entry.standing = Standing::Served;
+        self.given(candidate.ticket, &claim, books);
+        true
     }
+}
+
+/// A job that waits and is looked at.
+#[derive(Debug, Clone)]
+pub(super) struct Candidate {
+    pub(super) job: String,
+    ticket: u64,
+    /// Of the books.
+    version: u64,
 }
 
 #[cfg(test)]

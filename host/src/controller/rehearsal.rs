@@ -9,12 +9,12 @@
 use super::admit::{Failed, Reserving};
 use super::device::{ANSWER_TIMEOUT, DeviceSession};
 use super::entropy::Entropy;
-use super::line::Line;
+use super::limits::REPLY_LEN_MAX;
+use super::line::{Frames, Line};
 use super::proto::{ClientReply, ClientRequest, StatusReport};
 use super::state::{Client, Draft, Renewing, Served, State};
 use super::{ControllerConfig, check};
 use std::collections::{BTreeMap, VecDeque};
-use std::io::{self, Write};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use sumac_hal::ctrl::{Announce, Envelope, FrameReader, Request, Response, StreamError};
 use sumac_hal::ids::{BootId, GroupId, Rank};
@@ -72,25 +72,20 @@ struct BoxLine {
 }
 
 impl BoxLine {
-    fn put(&self, frame: Frame) {
+    fn push(&self, frame: Frame) {
         self.outbox.lock().unwrap_or_else(PoisonError::into_inner).push_back((self.conn, frame));
     }
 }
 
-impl Write for BoxLine {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.put((self.frame)(bytes.to_vec()));
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
 impl Line for BoxLine {
+    fn put(&self, parts: &[Frames]) -> bool {
+        let bytes: Vec<&[u8]> = parts.iter().map(Frames::bytes).collect();
+        self.push((self.frame)(bytes.concat()));
+        true
+    }
+
     fn hang_up(&self) {
-        self.put(Frame::End);
+        self.push(Frame::End);
     }
 }
 
@@ -168,11 +163,10 @@ impl Rehearsed {
     pub fn device_dials(&mut self, conn: Conn, announce: Announce, now: Instant) -> bool {
         self.tick(now);
         let session = Arc::new(DeviceSession::on(announce, self.line(conn, Frame::ToDevice)));
-        if !self.state.add_device(&self.config, &session) {
+        if self.state.add_device(&self.config, &session).is_err() {
             return false;
         }
-        // A line that takes everything takes this.
-        let _ = session.hello();
+        session.hello();
         self.devices.insert(conn, session);
         self.work(now);
         true
@@ -196,9 +190,8 @@ impl Rehearsed {
     pub fn client_says(&mut self, conn: Conn, request: ClientRequest, now: Instant) {
         self.tick(now);
         let Some((client, place)) = self.clients.get_mut(&conn) else { return };
-        if let Served::Draft(draft) = self.state.serve(&self.config, request, client, place) {
-            self.ask(draft, now);
-        }
+        // A report is asked for by itself.
+        let (Served::Done | Served::Report) = self.state.serve(&self.config, request, client, place);
         self.work(now);
     }
 
@@ -207,10 +200,10 @@ impl Rehearsed {
         self.tick(now);
         if let Some(session) = self.devices.remove(&conn) {
             session.end();
-            self.state.remove_device(&self.config, &session);
+            self.state.remove_device(&session);
         }
         if let Some((client, Some((job, rank)))) = self.clients.remove(&conn) {
-            self.state.depart(&self.config, (&job, rank), &client, false);
+            self.state.depart((&job, rank), &client, false);
         }
         self.work(now);
     }
@@ -238,7 +231,7 @@ impl Rehearsed {
     /// If it is no frame of what is said on that connection.
     pub fn poll_transmit(&mut self) -> Option<(Conn, Sent)> {
         fn read<M: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result<M, StreamError> {
-            FrameReader::new(bytes).recv()
+            FrameReader::with_limit(bytes, REPLY_LEN_MAX).recv()
         }
         let (conn, frame) = self.outbox.lock().unwrap_or_else(PoisonError::into_inner).pop_front()?;
         let sent = match frame {
@@ -258,7 +251,11 @@ impl Rehearsed {
     /// Go on with everything that has its answers, or does not wait for them any longer.
     fn work(&mut self, now: Instant) {
         loop {
-            let expires = self.state.expire_all(&self.config);
+            while let Some(plan) = self.state.next_plan() {
+                let planned = plan.run(&self.config);
+                self.state.planned(&self.config, planned);
+            }
+            let expires = self.state.expire_all();
             self.expires_at = expires.map(|at| Instant::ZERO + at.saturating_duration_since(self.began));
             if let Some(draft) = self.state.ready.pop_front() {
                 self.ask(draft, now);
@@ -267,7 +264,7 @@ impl Rehearsed {
             let is_over = |round: &Renewing, due: Instant| round.has_answers() || now >= due;
             if let Some(at) = self.rounds.iter().position(|(round, due)| is_over(round, *due)) {
                 let (round, _) = self.rounds.remove(at);
-                self.state.renewed(&self.config, round.answered(self.began));
+                self.state.renewed(round.answered(self.began));
                 continue;
             }
             let is_over = |draft: &Draft, step: &Step, due: Instant| {

@@ -62,15 +62,13 @@ impl Shape {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::net::{Ipv4Addr, TcpListener, TcpStream};
+    use crate::controller::line::NoLine;
     use sumac_hal::ctrl::{Announce, DeviceCapabilities, Name};
     use sumac_hal::ids::BootId;
 
     /// Connected devices of these names, which nobody asks anything.
     fn devices(names: &[&str]) -> BTreeMap<String, Arc<DeviceSession>> {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
         let session = |name: &&str| {
-            let stream = TcpStream::connect(listener.local_addr().expect("bound")).expect("connected");
             let capabilities = DeviceCapabilities {
                 max_packet_len_bytes: 1500,
                 receive_buffer_bytes: 1 << 20,
@@ -85,7 +83,7 @@ mod tests {
             let name = Name::try_from(*name).expect("short");
             let announce =
                 Announce { name, boot_id: BootId(1), capabilities, data_addrs: Default::default(), bus: None };
-            (name_of(&announce), Arc::new(DeviceSession::new(announce, stream).expect("a session")))
+            (name_of(&announce), Arc::new(DeviceSession::on(announce, Box::new(NoLine))))
         };
         names.iter().map(session).collect()
     }

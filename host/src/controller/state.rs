@@ -7,8 +7,11 @@ mod absence;
 mod lease;
 mod offer;
 mod place;
+mod places;
+mod planning;
 mod repair;
 mod report;
+mod restarts;
 mod resume;
 mod serve;
 mod wait;
@@ -18,6 +21,7 @@ pub(super) use absence::ABSENCE;
 #[cfg(feature = "snapshot")]
 pub(super) use lease::Renewing;
 pub(super) use place::Draft;
+pub(super) use report::encode as encode_report;
 pub(super) use serve::Served;
 
 use super::ControllerConfig;
@@ -25,48 +29,59 @@ use super::admit::{Devices, Placement};
 use super::books::{Books, DeviceKey};
 use super::device::DeviceSession;
 use super::entropy::Entropy;
-use super::line::Line;
+use super::limits::{NameKind, PINNED_MAX, RANKS_MAX, check_name};
+use super::line::{Frames, Line};
 use super::proto::{ClientReply, JoinRefusal, JoinRequest, Membership, QueuePlace, check_tenant};
 use super::queue::Queue;
 use crate::coll::tree::Tree;
 use crate::plan::Child;
+use places::{Places, PlacesTail};
+use planning::Planning;
+use restarts::Restarts;
 use resume::Resuming;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar};
 use std::time::Instant;
-use sumac_hal::ctrl::{Order, Request, send};
+use sumac_hal::ctrl::{Order, Request};
 use sumac_hal::ids::{Epoch, GroupId, Rank};
 
 /// A connected client, as somebody to tell something.
 #[derive(Debug)]
 pub(super) struct Client {
-    line: Mutex<Box<dyn Line>>,
+    line: Box<dyn Line>,
 }
 
 impl Client {
     pub(super) fn new(line: Box<dyn Line>) -> Self {
-        Self { line: Mutex::new(line) }
+        Self { line }
     }
 
     /// End the connection, which its reader notices.
     fn hang_up(&self) {
-        self.line.lock().unwrap_or_else(PoisonError::into_inner).hang_up();
+        self.line.hang_up();
     }
 
     /// Tell it; a client that can't be told is hung up on, which its reader notices.
     pub(super) fn send(&self, reply: &ClientReply) {
-        let mut line = self.line.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Err(error) = send(&mut *line, reply) {
-            tracing::debug!(%error, "client can't be told");
-            line.hang_up();
+        match Frames::of(reply) {
+            Ok(frames) => self.put(&[frames]),
+            Err(error) => {
+                tracing::error!(%error, "client can't be told");
+                self.hang_up();
+            }
         }
+    }
+
+    /// Tell it what others are told, too.
+    pub(super) fn put(&self, parts: &[Frames]) {
+        self.line.put(parts);
     }
 }
 
 /// One rank of a job.
 #[derive(Debug)]
 struct Member {
-    request: JoinRequest,
+    request: Arc<JoinRequest>,
     /// The devices that the job is pinned to, the root first; empty where the controller plans.
     pinned: Vec<String>,
     client: Arc<Client>,
@@ -192,17 +207,11 @@ impl Job {
         let mesh: Vec<_> = self.members.values().map(|member| member.request.mesh_addr).collect();
         let repair_mesh: Vec<_> = self.members.values().map(|member| member.request.repair_addr).collect();
         let expression = self.expression_of(placed);
+        let (mesh_token, table) = (self.mesh_token, config.table.clone());
+        let places = Places::new(PlacesTail { mesh, repair_mesh, mesh_token, expression, table });
         for (rank, member) in &self.members {
-            let membership = Membership {
-                tree: placed.as_ref().map(|placement| placement.membership(config, *rank)).map_err(Clone::clone),
-                queue,
-                mesh: mesh.clone(),
-                repair_mesh: repair_mesh.clone(),
-                mesh_token: self.mesh_token,
-                expression: expression.clone(),
-                table: config.table.clone(),
-            };
-            member.client.send(&reply(Box::new(membership)));
+            let tree = placed.as_ref().map(|placement| placement.membership(config, *rank)).map_err(Clone::clone);
+            places.tell(&member.client, (tree, queue), &reply);
         }
     }
 }
@@ -216,6 +225,8 @@ pub(super) struct State {
     resuming: BTreeMap<resume::Key, Resuming>,
     books: Books,
     queue: Queue,
+    planning: Planning,
+    restarts: Restarts,
     next_view: NextView,
     entropy: Entropy,
     /// When devices that an earlier life of the controller had should be back.
@@ -268,6 +279,8 @@ impl State {
             resuming: BTreeMap::new(),
             books: Books::new(config.quotas.clone()),
             queue: Queue::default(),
+            planning: Planning::default(),
+            restarts: Restarts::default(),
             next_view: NextView::at(started_ms),
             entropy,
             devices_by: Instant::now() + ABSENCE,
@@ -294,50 +307,80 @@ impl State {
         self.books.believe(earlier.books);
     }
 
-    /// Take in a device, and offer it to jobs without a tree; false if one of that name is there.
-    pub(super) fn add_device(&mut self, config: &ControllerConfig, session: &Arc<DeviceSession>) -> bool {
+    /// Take in a device, and offer it to jobs without a tree; or say why not.
+    pub(super) fn add_device(
+        &mut self,
+        config: &ControllerConfig,
+        session: &Arc<DeviceSession>,
+    ) -> Result<(), DeviceRefused> {
         let name = session.name().to_owned();
         if self.devices.contains_key(&name) {
-            return false;
+            self.ask_whether_it_lives(&name);
+            return Err(DeviceRefused::Taken);
+        }
+        let limit = config.limits.devices;
+        if self.devices.len() >= limit {
+            return Err(DeviceRefused::Limit { limit });
         }
         self.books.open(session.key(), session.room());
         self.devices.insert(name, Arc::clone(session));
+        self.planning.devices_version += 1;
         self.note_present(&session.key());
-        self.reconsider(config);
-        true
+        self.note_come(session);
+        self.reconsider();
+        Ok(())
     }
 
     /// Ask a device whether it is there. A machine that was reset tells nobody that its connections are no more: they end
     /// when something is sent to them, and then the next life is let in.
-    pub(super) fn ask_whether_it_lives(&self, name: &str) {
+    fn ask_whether_it_lives(&self, name: &str) {
         if let Some(device) = self.devices.get(name) {
             // Its answer is waited for by nobody; too many that are missing end the connection, too.
             let _ = device.post(Request::Hello);
         }
     }
 
-    pub(super) fn remove_device(&mut self, config: &ControllerConfig, session: &Arc<DeviceSession>) {
+    /// Forget what was noted of a connection that has ended: one that comes after it is another.
+    fn forget(&mut self, session: &Arc<DeviceSession>) {
+        for job in self.jobs.values_mut().chain(self.resuming.values_mut().map(|resuming| &mut resuming.job)) {
+            job.declined.retain(|device| !Arc::ptr_eq(device, session));
+            job.lost.retain(|device| !Arc::ptr_eq(device, session));
+        }
+        self.crowded.remove(&session.key());
+        self.silent.remove(&session.key());
+    }
+
+    /// Return how many connections of devices are noted of a job, and beside it.
+    #[cfg(test)]
+    pub(super) fn remembered_of(&self, name: &str) -> usize {
+        let of_job = self.jobs.get(name).map_or(0, |job| job.declined.len() + job.lost.len());
+        of_job + self.crowded.len() + self.silent.len()
+    }
+
+    pub(super) fn remove_device(&mut self, session: &Arc<DeviceSession>) {
         if self.devices.get(session.name()).is_some_and(|known| Arc::ptr_eq(known, session)) {
             self.devices.remove(session.name());
+            self.planning.devices_version += 1;
+            self.forget(session);
             self.books.close(&session.key());
             self.note_absent(session.key());
-            self.reconsider(config);
+            self.note_gone(session);
+            self.reconsider();
         }
     }
 
-    /// Take in a rank; the job begins if it was the last one missing. Returns what [`State::depart`] wants, and what is to
-    /// be carried out for the job to begin.
+    /// Take in a rank; the job begins if it was the last one missing. Returns what [`State::depart`] wants.
     pub(super) fn join(
         &mut self,
         config: &ControllerConfig,
         request: JoinRequest,
         pinned: Vec<String>,
         client: &Arc<Client>,
-    ) -> Result<((String, Rank), Option<Draft>), JoinRefusal> {
-        check_tenant(&request.terms.tenant)?;
+    ) -> Result<(String, Rank), JoinRefusal> {
+        check_request(&request, &pinned)?;
         let (name, rank, world) = (request.job.clone(), request.rank, request.world);
-        if rank.0 >= world {
-            return Err(JoinRefusal::Rank { rank, world });
+        if !self.jobs.contains_key(&name) {
+            self.check_jobs(config)?;
         }
         let token = self.entropy.number([self.next_view.0, self.jobs.len() as u64]);
         if self.resuming.keys().any(|(other, _)| *other == name) {
@@ -353,47 +396,72 @@ impl State {
         if let Some(member) = job.members.values().next() {
             agree(&name, (&request, &pinned), member)?;
         }
-        job.members.insert(rank, Member { request, pinned, client: Arc::clone(client) });
-        let is_whole = job.members.len() == world as usize;
-        let draft = if is_whole { self.seek(config, &name) } else { None };
-        Ok(((name, rank), draft))
+        job.members.insert(rank, Member { request: Arc::new(request), pinned, client: Arc::clone(client) });
+        if job.members.len() == world as usize {
+            self.seek(&name, 0);
+        }
+        Ok((name, rank))
+    }
+
+    /// Check that there is room for another job.
+    fn check_jobs(&self, config: &ControllerConfig) -> Result<(), JoinRefusal> {
+        let limit = config.limits.jobs;
+        if self.jobs.len() + self.resuming.len() < limit {
+            return Ok(());
+        }
+        Err(JoinRefusal::Limit { what: "jobs".into(), limit: limit as u64 })
     }
 
     /// A rank has left, or, unless `clean`, died; the job ends with its last rank.
-    pub(super) fn depart(
-        &mut self,
-        config: &ControllerConfig,
-        (name, rank): (&str, Rank),
-        client: &Arc<Client>,
-        clean: bool,
-    ) {
-        let Some(job) = self.jobs.get_mut(name).filter(|job| job.has(rank, client)) else {
-            return self.depart_early(config, (name, rank), client, clean);
-        };
-        job.members.remove(&rank);
+    pub(super) fn depart(&mut self, (name, rank): (&str, Rank), client: &Arc<Client>, clean: bool) {
+        if self.jobs.get(name).is_some_and(|job| job.has(rank, client)) {
+            self.depart_from(name, &[rank], clean);
+        } else {
+            self.depart_early((name, rank), client, clean);
+        }
+    }
+
+    /// Ranks have died together: only those that are left are told.
+    pub(super) fn depart_all(&mut self, gone: Vec<(Arc<Client>, (String, Rank))>) {
+        let mut by_job: BTreeMap<String, Vec<Rank>> = BTreeMap::new();
+        for (client, (name, rank)) in gone {
+            if self.jobs.get(&name).is_some_and(|job| job.has(rank, &client)) {
+                by_job.entry(name).or_default().push(rank);
+            } else {
+                self.depart_early((&name, rank), &client, false);
+            }
+        }
+        by_job.iter().for_each(|(name, ranks)| self.depart_from(name, ranks, false));
+    }
+
+    fn depart_from(&mut self, name: &str, ranks: &[Rank], clean: bool) {
+        let Some(job) = self.jobs.get_mut(name) else { return };
+        for rank in ranks {
+            job.members.remove(rank);
+            job.shrinking.remove(rank);
+        }
         // A tree is for all ranks: none is made for the others.
         job.placing = None;
         let held = job.hold.take();
         let is_begun = job.placement.is_some();
+        let Some(first) = ranks.first() else { return };
         if is_begun {
             if !clean {
+                // As many as die together are one line.
+                let others = ranks.len() - 1;
                 if std::mem::replace(&mut job.has_lost, true) || job.is_over {
-                    tracing::info!(job = name, %rank, "rank has ended without leaving, as its job has failed");
+                    tracing::info!(job = name, rank = %first, others, "rank has ended without leaving, as its job has failed");
                 } else {
-                    tracing::warn!(job = name, %rank, "rank is lost");
+                    tracing::warn!(job = name, rank = %first, others, "rank is lost");
                 }
-                job.tell(&ClientReply::RankLost(rank));
+                ranks.iter().for_each(|rank| job.tell(&ClientReply::RankLost(*rank)));
             }
-            job.refuse_waiting(name, rank);
+            job.refuse_waiting(name, *first);
             job.withdraw_offer();
-            job.shrinking.remove(&rank);
             job.tell_survivors();
         } else {
             // An incomplete job can't be completed by others waiting for somebody who may not come back.
-            for member in job.members.values() {
-                let gone = JoinRefusal::Gone { rank, job: name.to_owned() };
-                member.client.send(&ClientReply::Refused(gone));
-            }
+            job.tell(&ClientReply::Refused(JoinRefusal::Gone { rank: *first, job: name.to_owned() }));
         }
         let is_over = !is_begun || job.members.is_empty();
         if is_over && let Some(job) = self.jobs.remove(name) {
@@ -406,8 +474,38 @@ impl State {
             self.books.free(group);
         }
         self.leave_queue(name);
-        self.pump(config);
+        self.pump();
     }
+}
+
+/// Why a device is not taken in.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum DeviceRefused {
+    /// Its name is taken.
+    #[error("a device of that name is connected")]
+    Taken,
+    /// There are enough.
+    #[error("there are {limit} devices already, which is the limit")]
+    Limit { limit: usize },
+}
+
+/// Check what a rank says of itself, before it sizes anything or is shown to anybody.
+fn check_request(request: &JoinRequest, pinned: &[String]) -> Result<(), JoinRefusal> {
+    check_tenant(&request.terms.tenant)?;
+    check_name(NameKind::Job, "job", &request.job)?;
+    let (rank, world) = (request.rank, request.world);
+    if world > RANKS_MAX {
+        return Err(JoinRefusal::Ranks { world, limit: RANKS_MAX });
+    }
+    if rank.0 >= world {
+        return Err(JoinRefusal::Rank { rank, world });
+    }
+    if pinned.len() > PINNED_MAX {
+        return Err(JoinRefusal::Limit { what: "devices that a job is pinned to".into(), limit: PINNED_MAX as u64 });
+    }
+    pinned.iter().try_for_each(|device| check_name(NameKind::Fabric, "device", device))?;
+    request.host.iter().try_for_each(|host| check_name(NameKind::Fabric, "host", host))?;
+    Ok(request.machine.iter().try_for_each(|machine| check_name(NameKind::Fabric, "machine", machine))?)
 }
 
 /// Check that two ranks mean the same job.

@@ -1,5 +1,6 @@
 //! A controller, devices that answer as they are told, and ranks that join: who contributes by reference.
 
+mod hostile;
 mod leases;
 mod links;
 mod offers;
@@ -7,19 +8,33 @@ mod quotas;
 mod replan;
 mod resume;
 
-use super::line::Line;
+use super::limits::RANKS_MAX;
 use super::proto::{Attach, JoinRequest, Membership, Terms, TreeMembership};
 use super::*;
+use std::net::TcpStream;
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use sumac_hal::ctrl::{
-    Announce, Bus, BusUser, ChildMask, DeviceCapabilities, Envelope, GroupConfig, Name, NoBus, Order, Refusal, Request,
-    Response, send,
+    Announce, Bus, BusUser, ChildMask, DeviceCapabilities, Envelope, FrameReader, Greeting, GroupConfig, Name, NoBus,
+    Order, Refusal, Request, Response, send,
 };
 use sumac_hal::ids::{BootId, ChildIndex, GroupId, Rank};
 use sumac_hal::port::Addr;
 use sumac_hal::shm::DeviceUsers;
+
+/// Longer than anything takes.
+pub(super) const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What plans wait at: open unless a test holds it.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Gate(Arc<Mutex<()>>);
+
+impl Gate {
+    pub(super) fn pass(&self) {
+        drop(self.0.lock());
+    }
+}
 
 /// Devices so far: each is a life of its own.
 static LIVES: AtomicU64 = AtomicU64::new(1);
@@ -376,10 +391,10 @@ fn chunks_of_leaves_that_turn_to_packets_are_as_long_as_packets_carry() {
         let config = ControllerConfig { chunk_max_bytes, reference_chunk_max_bytes: 896, ..ControllerConfig::new() };
         let controller = Controller::start(config).expect("a port");
         let device = Device::start(&controller, "leaf0", bus(4 * (64 + 2 * 896)), None);
-        let first = join(&controller, "by reference", &[AUTO, AUTO]);
+        let first = join(&controller, "by-reference", &[AUTO, AUTO]);
         assert_eq!((tree(&first[0]).chunk_len_bytes, device.group().chunk_len_bytes), (896, 896));
         // No room for another's redo slots is left.
-        let second = join(&controller, "by packets", &[AUTO, AUTO]);
+        let second = join(&controller, "by-packets", &[AUTO, AUTO]);
         assert_eq!(tree(&second[0]).bus, None);
         assert_eq!((tree(&second[0]).chunk_len_bytes, device.group().chunk_len_bytes), (expected, expected));
     }

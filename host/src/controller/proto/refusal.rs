@@ -1,6 +1,7 @@
 //! Why a controller does not take a rank in.
 
 use super::BadTenant;
+use crate::controller::limits::BadName;
 use serde::{Deserialize, Serialize};
 use sumac_hal::ids::Rank;
 use thiserror::Error;
@@ -98,5 +99,32 @@ pub enum JoinRefusal {
         job: String,
         /// Why.
         reason: String,
+    },
+    /// Something has no proper name.
+    #[error(transparent)]
+    Name(#[from] BadName),
+    /// More ranks than a job may have.
+    #[error("{world} ranks; a job has at most {limit}")]
+    Ranks {
+        /// Asked for.
+        world: u32,
+        /// The most.
+        limit: u32,
+    },
+    /// The connection stands for another rank already.
+    #[error("this connection stands for {rank} of job {job:?}; join on a connection of its own")]
+    Member {
+        /// The rank.
+        rank: Rank,
+        /// The job.
+        job: String,
+    },
+    /// The controller has as many as it takes.
+    #[error("the controller takes at most {limit} {what}; start it with a higher limit, or come back later")]
+    Limit {
+        /// Of what.
+        what: String,
+        /// The most.
+        limit: u64,
     },
 }

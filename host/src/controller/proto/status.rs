@@ -16,6 +16,8 @@ pub struct StatusReport {
     pub devices: Vec<DeviceStatus>,
     /// The jobs, by name.
     pub jobs: Vec<JobStatus>,
+    /// How many jobs the report leaves out, as it would be too long.
+    pub jobs_left_out: u32,
     /// The tenants that have jobs or a quota, by name.
     pub tenants: Vec<TenantStatus>,
 }

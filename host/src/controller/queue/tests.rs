@@ -96,12 +96,16 @@ impl Small {
     }
 
     fn serve(&mut self) -> Vec<String> {
-        let wishes = &self.wishes;
-        let served = self.queue.serve(&mut self.books, |job, books, bars| {
-            let (tenant, needs) = wishes[job].clone();
+        let mut served = Vec::new();
+        while let Some(candidate) = self.queue.candidate(&self.books) {
+            let job = candidate.job.clone();
+            let (tenant, needs) = self.wishes[&job].clone();
             let claim = Claim { group: GroupId(job.parse().expect("a number")), tenant, needs };
-            Self::fits(&claim, books, bars).is_ok().then_some(claim)
-        });
+            let fits = Self::fits(&claim, &self.books, &self.queue.bars(&job)).is_ok();
+            if self.queue.settle(&mut self.books, &candidate, fits.then_some(claim)) {
+                served.push(job);
+            }
+        }
         for job in &served {
             let claim = self.claim(job);
             self.note_given(job, &claim);

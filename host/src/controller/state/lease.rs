@@ -9,7 +9,6 @@
 //! it, and a device that is more crowded than the books say is asked again until it is less so.
 
 use super::State;
-use crate::controller::ControllerConfig;
 use crate::controller::books::DeviceKey;
 use crate::controller::device::{Asked, DeviceError, DeviceSession};
 use crate::controller::proto::ClientReply;
@@ -110,7 +109,7 @@ impl State {
     }
 
     /// Take in what devices have said.
-    pub(in crate::controller) fn renewed(&mut self, config: &ControllerConfig, renewed: Renewed) {
+    pub(in crate::controller) fn renewed(&mut self, renewed: Renewed) {
         for (device, group) in renewed.expired {
             self.expire(&device, group);
         }
@@ -130,9 +129,9 @@ impl State {
         self.silent = silent;
         if !others.is_empty() {
             self.books.touch();
-            self.reconsider(config);
+            self.reconsider();
         }
-        self.pump(config);
+        self.pump();
     }
 
     /// A device has a group no more that it should have: the tree is lost.

@@ -6,6 +6,7 @@
 //! calls gets what there is when it comes.
 
 use super::{Client, Job, State};
+use crate::controller::line::Frames;
 use crate::controller::proto::ClientReply;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -59,6 +60,9 @@ impl Job {
 
     /// Tell all ranks that are there.
     pub(super) fn tell(&self, reply: &ClientReply) {
-        self.members.values().for_each(|member| member.client.send(reply));
+        match Frames::of(reply) {
+            Ok(frames) => self.members.values().for_each(|member| member.client.put(std::slice::from_ref(&frames))),
+            Err(error) => tracing::error!(%error, "ranks can't be told"),
+        }
     }
 }

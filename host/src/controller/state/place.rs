@@ -1,7 +1,7 @@
 //! From a job without a tree to one with, and back.
 //!
 //! ```text
-//!   seek: fits the books? -- yes --> claimed --> Draft --> devices are asked, unlocked --> settle --> placed
+//!   seek: planned, fits? --- yes --> claimed --> Draft --> devices are asked, unlocked --> settle --> placed
 //!            | no                                                                            | one refuses
 //!            v                                                                               v
 //!   without a tree, in the queue if it could have one later <-------------------------------- all is freed
@@ -11,13 +11,12 @@
 //! ```
 
 use super::{Job, State};
-use crate::coll::tree::Tree;
 use crate::controller::ControllerConfig;
-use crate::controller::admit::{Asking, Devices, Ids, Placement, Unreserved, draft};
-use crate::controller::books::{Books, Needs, Short};
+use crate::controller::admit::{Asking, Ids, Placement, Unreserved};
+use crate::controller::books::Needs;
 use crate::controller::device::{Asked, DeviceError, DeviceSession};
 use crate::controller::proto::{ClientReply, JoinRequest};
-use crate::controller::queue::{Bars, Queue, Scope, Standing, Waiting};
+use crate::controller::queue::{Queue, Scope, Standing, Waiting};
 use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ctrl::{Order, Refusal};
@@ -25,6 +24,9 @@ use sumac_hal::ids::{Epoch, GroupId, TreeId};
 
 /// How many trees are tried for a job, each without the devices that did not answer before.
 const TRIES_MAX: u32 = 4;
+
+/// What is kept of why a job has no tree, in characters: devices that were left out may be many.
+const WHY_CHARS_MAX: usize = 1000;
 
 /// A tree that is claimed in the books, and to be reserved on the devices.
 #[derive(Debug)]
@@ -36,8 +38,8 @@ pub(in crate::controller) struct Draft {
 }
 
 impl Draft {
-    pub(super) const fn new(job: String, placement: Placement, order: Order) -> Self {
-        Self { job, placement, order, tries: 0 }
+    pub(super) const fn new(job: String, placement: Placement, order: Order, tries: u32) -> Self {
+        Self { job, placement, order, tries }
     }
 
     /// Ask the devices. The state is not locked meanwhile.
@@ -52,59 +54,30 @@ impl Draft {
     }
 }
 
+/// What a job could wait for, and the least that helps.
+pub(super) type Wait = (Scope, Needs);
+
 /// Why there is no tree.
 #[derive(Debug)]
 pub(super) struct NoTree {
     pub(super) why: String,
-    /// What the job could wait for, and the least that helps.
-    pub(super) wait: Option<(Scope, Needs)>,
+    /// What the job could wait for before it begins.
+    pub(super) wait: Option<Wait>,
+    /// What it could wait for while it runs without.
+    pub(super) wait_running: Option<Wait>,
 }
 
 impl NoTree {
-    const fn for_good(why: String) -> Self {
-        Self { why, wait: None }
+    pub(super) const fn for_good(why: String) -> Self {
+        Self { why, wait: None, wait_running: None }
+    }
+
+    pub(super) fn for_now(why: String, wait: Option<Wait>) -> Self {
+        Self { why, wait_running: wait.clone(), wait }
     }
 }
 
 impl State {
-    /// All ranks of a job are there and want a tree: claim one in the books, or place the job without.
-    pub(super) fn seek(&mut self, config: &ControllerConfig, name: &str) -> Option<Draft> {
-        self.try_seek(config, name, 0)
-    }
-
-    fn try_seek(&mut self, config: &ControllerConfig, name: &str, tries: u32) -> Option<Draft> {
-        let held = self.jobs.get_mut(name)?.hold.take();
-        if let Some((group, _)) = held {
-            self.books.free(group);
-        }
-        // What was held for it is its own, whoever has come to starve meanwhile.
-        let bars = if held.is_some() { Bars::default() } else { self.queue.bars(name) };
-        let ids = self.next_ids(name);
-        let fitted = self.fit(config, &self.jobs[name], &self.books, &bars, ids);
-        let claimed = fitted.and_then(|placement| {
-            let claim = placement.claim(self.jobs[name].tenant());
-            let claimed = self.books.claim(claim.clone());
-            claimed.map_err(|short| NoTree::for_good(short.to_string()))?;
-            Ok((placement, claim))
-        });
-        let (placement, claim) = match claimed {
-            Ok(claimed) => claimed,
-            Err(none) => {
-                self.without(config, name, none);
-                return None;
-            }
-        };
-        if held.is_none() {
-            let ticket = self.queue.get(name).map(|entry| entry.ticket);
-            let ticket = ticket.unwrap_or_else(|| self.queue.ticket());
-            self.queue.given(ticket, &claim, &mut self.books);
-        }
-        let job = self.jobs.get_mut(name)?;
-        job.placing = Some(placement.group);
-        let order = job.first().map_or(Order::Arrival, |member| member.request.order);
-        Some(Draft { job: name.to_owned(), placement, order, tries })
-    }
-
     pub(super) fn next_ids(&mut self, name: &str) -> Ids {
         let (group, epoch) = self.next_view.take();
         let job = self.jobs.get(name);
@@ -125,96 +98,8 @@ impl State {
         }
     }
 
-    /// Draft a tree for a job, or say why there is none, and what it could wait for.
-    pub(super) fn fit(
-        &self,
-        config: &ControllerConfig,
-        job: &Job,
-        books: &Books,
-        bars: &Bars,
-        ids: Ids,
-    ) -> Result<Placement, NoTree> {
-        let requests: Vec<&JoinRequest> = job.members.values().map(|member| &member.request).collect();
-        let pinned = job.first().map_or(&[][..], |member| &member.pinned);
-        let asking = Asking { tenant: job.tenant(), requests: &requests, pinned };
-        let (devices, left_out) = self.usable(job, pinned).map_err(NoTree::for_good)?;
-        let add = |why: String| if left_out.is_empty() { why } else { format!("{why}; {left_out}") };
-        let drafted = |devices: &Devices, books: &Books| {
-            draft(config, devices, books, asking, ids).and_then(|placement| job.keeps_order(placement))
-        };
-        let barred = bars.tenants.get(asking.tenant);
-        let why = match self.fits(config, job, books, bars, ids) {
-            Ok(placement) => return Ok(placement),
-            Err(why) => why,
-        };
-        // Could it have one if nobody else were there?
-        let Ok(ideal) = drafted(&devices, &books.emptied()) else {
-            // Not even then: because of its quota, or for another reason, which is told.
-            let short = drafted(&devices, &books.emptied().unlimited())
-                .map(|ideal| books.emptied().check(asking.tenant, &ideal.least()));
-            return Err(NoTree::for_good(match short {
-                Ok(Err(short)) => short.to_string(),
-                _ => add(why),
-            }));
-        };
-        let least = ideal.least();
-        let kept_for = least.iter().find_map(|(device, _)| bars.devices.get(device)).or(barred);
-        let (scope, why) = match (kept_for, books.check(asking.tenant, &least)) {
-            (_, Err(short)) if short.is_quota() => (Scope::Tenant, short.to_string()),
-            (Some(other), _) => {
-                let scope = if barred.is_some() { Scope::Tenant } else { Scope::Devices };
-                (scope, format!("what it takes is kept for job {other:?}, which was passed over too often"))
-            }
-            (None, Err(short @ Short::Device { what: "groups", .. })) => (Scope::Devices, short.to_string()),
-            (None, _) => (Scope::Devices, why),
-        };
-        Err(NoTree { why: add(why), wait: Some((scope, least)) })
-    }
-
-    /// Draft a tree for a job, or say why not, as far as that is known without a look at what could be.
-    pub(super) fn fits(
-        &self,
-        config: &ControllerConfig,
-        job: &Job,
-        books: &Books,
-        bars: &Bars,
-        ids: Ids,
-    ) -> Result<Placement, String> {
-        let requests: Vec<&JoinRequest> = job.members.values().map(|member| &member.request).collect();
-        let pinned = job.first().map_or(&[][..], |member| &member.pinned);
-        let asking = Asking { tenant: job.tenant(), requests: &requests, pinned };
-        if let Some(other) = bars.tenants.get(asking.tenant) {
-            return Err(format!("job {other:?} of the same tenant is first"));
-        }
-        let (mut devices, _) = self.usable(job, pinned)?;
-        devices.retain(|_, device| !bars.devices.contains_key(&device.key()));
-        job.keeps_order(draft(config, &devices, books, asking, ids)?)
-    }
-
-    /// Return the devices that a job may be placed on, and, if some are left out, a clause that names them.
-    fn usable(&self, job: &Job, pinned: &[String]) -> Result<(Devices, String), String> {
-        let (devices, mut left_out) = self.candidates(job, pinned)?;
-        let mut leave_out = |devices: Devices, why: &str, is_out: &dyn Fn(&DeviceSession) -> bool| {
-            let (out, rest): (Devices, Devices) = devices.into_iter().partition(|(_, device)| is_out(device));
-            if let Some(name) = pinned.iter().find(|name| out.contains_key(*name)) {
-                return Err(format!("device {name} is pinned, and {why}"));
-            }
-            if !out.is_empty() {
-                let names: Vec<&str> = out.keys().map(String::as_str).collect();
-                let between = if left_out.is_empty() { "" } else { "; " };
-                left_out.push_str(&format!("{between}not asked, as {why}: {}", names.join(", ")));
-            }
-            Ok(rest)
-        };
-        let devices = leave_out(devices, "it does not answer", &|device| !device.answers())?;
-        let has_declined =
-            |device: &DeviceSession| job.declined.iter().any(|declined| std::ptr::eq(&raw const **declined, device));
-        let devices = leave_out(devices, "a rank could not attach to it", &has_declined)?;
-        Ok((devices, left_out))
-    }
-
-    /// A job has no tree: tell its ranks, unless they wait for one to join with.
-    fn without(&mut self, config: &ControllerConfig, name: &str, none: NoTree) {
+    /// A job has no tree, by the books of that version: tell its ranks, unless they wait for one to join with.
+    pub(super) fn without(&mut self, config: &ControllerConfig, name: &str, none: NoTree, version: u64) {
         let now = self.now;
         let Some(job) = self.jobs.get_mut(name) else { return };
         let (view, is_new, why) = (job.view, job.placement.is_none(), none.why);
@@ -224,14 +109,16 @@ impl State {
         let can_join_later = is_new && now < until;
         let can_wait = job.members.values().all(|member| member.request.terms.moves) || can_join_later;
         tracing::warn!(job = name, view, why, "no tree");
-        match none.wait.filter(|_| can_wait) {
-            Some((scope, wanted)) => {
-                let (tenant, ticket) = (job.tenant().to_owned(), self.queue.ticket());
-                let (standing, tried) = (Standing::Waits, Some(self.books.version()));
-                self.queue.enter(name, Waiting { tenant, ticket, passes: 0, scope, wanted, standing, tried });
+        let wait = if can_join_later { none.wait } else { none.wait_running };
+        match wait.filter(|_| can_wait) {
+            Some(wait) => {
                 if can_join_later {
                     (job.waits_until, job.placing) = (Some(until), None);
-                    self.wake.notify_all();
+                }
+                self.wait_in_queue(name, wait, version);
+                if can_join_later {
+                    // What has been freed since the plan was made counts.
+                    self.pump();
                     self.tell_queue();
                     return;
                 }
@@ -239,7 +126,16 @@ impl State {
             None => self.leave_queue(name),
         }
         self.finish(config, name, Err(why));
+        self.pump();
         self.tell_queue();
+    }
+
+    /// A job that has no tree by the books of that version waits for one.
+    pub(super) fn wait_in_queue(&mut self, name: &str, (scope, wanted): Wait, version: u64) {
+        let Some(job) = self.jobs.get(name) else { return };
+        let (tenant, ticket) = (job.tenant().to_owned(), self.queue.ticket());
+        let (standing, tried) = (Standing::Waits, Some(version));
+        self.queue.enter(name, Waiting { tenant, ticket, passes: 0, scope, wanted, standing, tried });
     }
 
     /// Tell the ranks of a job what they have got.
@@ -247,12 +143,12 @@ impl State {
         let Some(job) = self.jobs.get_mut(name) else { return };
         (job.placing, job.waits_until) = (None, None);
         let is_new = job.placement.is_none();
-        job.placement = Some(placed);
+        job.placement = Some(placed.map_err(|why| why.chars().take(WHY_CHARS_MAX).collect()));
         if is_new {
             job.declare();
             // A tree that it waits for may combine in another order than the one that is declared now.
             if self.queue.get(name).is_some_and(|entry| entry.standing == Standing::Waits) {
-                self.enter_queue(config, name);
+                self.enter_queue(name, false);
             }
         }
         let place = self.queue.place(name, &self.books);
@@ -284,13 +180,13 @@ impl State {
                 tracing::info!(job = name, %group, levels, ?devices, by_reference, "job is placed");
                 self.leave_queue(&name);
                 self.finish(config, &name, Ok(draft.placement));
-                self.pump(config);
+                self.pump();
                 return None;
             }
             Ok(()) => {
                 // Its ranks are gone meanwhile.
                 self.release(&draft.placement);
-                self.pump(config);
+                self.pump();
                 return None;
             }
             Err(unreserved) => unreserved,
@@ -300,13 +196,17 @@ impl State {
         let next = match next {
             Ok(Some(())) => Some(draft),
             Ok(None) => None,
-            Err(Again::Seek) => self.try_seek(config, &name, draft.tries + 1),
+            Err(Again::Seek) => {
+                self.seek(&name, draft.tries + 1);
+                None
+            }
             Err(Again::Without(none)) => {
-                self.without(config, &name, none);
+                let version = self.books.version();
+                self.without(config, &name, none, version);
                 None
             }
         };
-        self.pump(config);
+        self.pump();
         next
     }
 
@@ -331,7 +231,7 @@ impl State {
             _ => return Err(Again::Without(NoTree::for_good(refused))),
         };
         if matches!(refusal, Refusal::NoBus(_) | Refusal::NoRedoMemory { .. }) && is_by_reference {
-            let requests: Vec<&JoinRequest> = job.members.values().map(|member| &member.request).collect();
+            let requests: Vec<&JoinRequest> = job.members.values().map(|member| &*member.request).collect();
             let asking = Asking { tenant: job.tenant(), requests: &requests, pinned: &[] };
             let fitted = placement.refit_inline((index, &refusal.to_string()), config, &self.books, asking);
             fitted.map_err(|why| Again::Without(NoTree::for_good(why)))?;
@@ -351,15 +251,14 @@ impl State {
             self.crowded.insert(device.key(), slots_used);
         }
         let wait = is_short.then(|| (Scope::Devices, placement.least()));
-        Err(Again::Without(NoTree { why: refused, wait }))
+        Err(Again::Without(NoTree::for_now(refused, wait)))
     }
 
     /// All ranks want another tree than the one that they have, or had.
-    pub(super) fn move_on(&mut self, config: &ControllerConfig, name: &str) -> Option<Draft> {
+    pub(super) fn move_on(&mut self, name: &str) {
         self.give_up_tree(name);
-        let draft = self.seek(config, name);
-        self.pump(config);
-        draft
+        self.seek(name, 0);
+        self.pump();
     }
 
     /// Free a tree on all its devices, and in the books. Returns what devices have yet to answer, for who wants to wait.
@@ -388,17 +287,4 @@ enum Again {
     /// Draft another one: the device that did not answer is left out.
     Seek,
     Without(NoTree),
-}
-
-impl Job {
-    /// Let a placement pass that combines in the declared order of the job.
-    fn keeps_order(&self, placement: Placement) -> Result<Placement, String> {
-        let Some(declared) = &self.expression else { return Ok(placement) };
-        let order = self.first().map_or(Order::Arrival, |member| member.request.order);
-        if Tree::new(placement.expression(), self.world, order).is_ok_and(|tree| tree == *declared) {
-            return Ok(placement);
-        }
-        let devices: Vec<&str> = placement.nodes.iter().map(|node| node.device.name()).collect();
-        Err(format!("a tree on {} would combine in another order than the declared one", devices.join(", ")))
-    }
 }

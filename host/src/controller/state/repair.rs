@@ -15,20 +15,14 @@
 //! The new group shares nothing with the lost one, number and epoch included: a device that wakes up late can't be
 //! mistaken for a member.
 
-use super::{Client, Draft, Job, State};
-use crate::controller::ControllerConfig;
-use crate::controller::device::DeviceSession;
+use super::{Client, Job, State};
 use crate::controller::proto::{ClientReply, Over};
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 
 /// How long ranks may come to ask for another tree after one that has asked waits no more.
 const LATE_LIMIT: Duration = Duration::from_secs(6);
-
-/// Devices by name.
-type Devices = BTreeMap<String, Arc<DeviceSession>>;
 
 impl State {
     /// A rank says that its tree of a view is lost: tell all ranks of its job, unless they know.
@@ -47,28 +41,21 @@ impl State {
     pub(in crate::controller) fn over(&mut self, place: Option<&(String, Rank)>, client: &Arc<Client>, over: &Over) {
         let Some((name, rank)) = place else { return };
         let Some(job) = self.jobs.get_mut(name).filter(|job| job.has(*rank, client)) else { return };
-        if job.placement.is_none() || std::mem::replace(&mut job.is_over, true) {
+        // More than there are ranks can't be late.
+        let is_possible = !matches!(over, Over::Stragglers { missing } if missing.len() > job.world as usize);
+        if !is_possible || job.placement.is_none() || std::mem::replace(&mut job.is_over, true) {
             return;
         }
         tracing::warn!(job = name, %rank, ?over, "job is over, as a rank says");
         job.tell(&ClientReply::Over(over.clone()));
     }
 
-    /// A rank wants another tree than that of a view; the last one to want it moves the job. Returns what is to be carried
-    /// out for that.
-    pub(in crate::controller) fn replan(
-        &mut self,
-        config: &ControllerConfig,
-        place: Option<&(String, Rank)>,
-        client: &Arc<Client>,
-        view: u32,
-    ) -> Option<Draft> {
+    /// A rank wants another tree than that of a view; the last one to want it moves the job.
+    pub(in crate::controller) fn replan(&mut self, place: Option<&(String, Rank)>, client: &Arc<Client>, view: u32) {
         match self.want(place, client, view) {
-            Ok(name) => self.move_on(config, name?),
-            Err(reason) => {
-                client.send(&ClientReply::NotReplanned { view, reason });
-                None
-            }
+            Ok(Some(name)) => self.move_on(name),
+            Ok(None) => {}
+            Err(reason) => client.send(&ClientReply::NotReplanned { view, reason }),
         }
     }
 
@@ -119,7 +106,7 @@ impl State {
 
     /// Forget wishes for another tree that nobody waits for any more: the ranks have gone on without, and hear of the next
     /// one by an offer. Returns when the next is due.
-    pub(super) fn expire_forgone(&mut self, config: &ControllerConfig) -> Option<Instant> {
+    pub(super) fn expire_forgone(&mut self) -> Option<Instant> {
         let now = self.now;
         let due: Vec<String> = {
             let is_due = |job: &Job| job.forgone_until.is_some_and(|until| until <= now);
@@ -135,7 +122,7 @@ impl State {
             job.forget_wishes();
             (job.suspected, job.is_moving) = (false, false);
             self.give_up_tree(name);
-            self.offer_soon(config, name);
+            self.offer_soon(name);
         }
         self.jobs.values().filter_map(|job| job.forgone_until).min()
     }
@@ -165,26 +152,6 @@ impl State {
                 client.send(&ClientReply::Survivors { round: 0, ranks });
             }
         }
-    }
-
-    /// Return the devices that a job may be placed on, and, if some are left out, a clause that names them. Fails, with
-    /// the reason, if one is pinned that it has lost.
-    pub(super) fn candidates(&self, job: &Job, pinned: &[String]) -> Result<(Devices, String), String> {
-        let is_lost = |device: &Arc<DeviceSession>| job.lost.iter().any(|lost| Arc::ptr_eq(lost, device));
-        let (left_out, devices): (Devices, Devices) =
-            self.devices.iter().map(|(name, device)| (name.clone(), Arc::clone(device))).partition(|(_, d)| is_lost(d));
-        if let Some(name) = pinned.iter().find(|name| left_out.contains_key(*name)) {
-            return Err(format!(
-                "device {name} is pinned, and the tree there is lost; a restart brings the device back"
-            ));
-        }
-        let names: Vec<&str> = left_out.keys().map(String::as_str).collect();
-        let clause = if names.is_empty() {
-            String::new()
-        } else {
-            format!("not asked, as the tree there is lost: {}", names.join(", "))
-        };
-        Ok((devices, clause))
     }
 }
 

@@ -2,8 +2,11 @@
 
 use super::{Job, State};
 use crate::controller::ControllerConfig;
-use crate::controller::device::{DeviceSession, answer_due};
-use crate::controller::proto::{DeviceStatus, FabricStatus, JobStatus, JobTree, StatusReport, TenantStatus};
+use crate::controller::device::DeviceSession;
+use crate::controller::line::Frames;
+use crate::controller::proto::{
+    ClientReply, DeviceStatus, FabricStatus, JobStatus, JobTree, QueuePlace, StatusReport, TenantStatus,
+};
 use crate::controller::queue::Standing;
 #[cfg(feature = "snapshot")]
 use crate::controller::{
@@ -12,7 +15,32 @@ use crate::controller::{
 };
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use sumac_hal::ctrl::Request;
+use std::time::{Duration, Instant};
+use sumac_hal::ctrl::{FrameError, Request};
+
+/// How long all devices together may take to say what they count.
+const STATS_LIMIT: Duration = Duration::from_secs(2);
+
+/// Of a device that was asked before.
+const OWES_STATS: &str = "it has not answered when it was asked before";
+
+/// Encode a report within so many bytes: jobs are left out, and counted, where it would be longer.
+pub(in crate::controller) fn encode(mut report: StatusReport, len_max: usize) -> Result<Frames, FrameError> {
+    loop {
+        let frames = Frames::of(&ClientReply::Status(report.clone()))?;
+        if frames.bytes().len() <= len_max || report.jobs.is_empty() {
+            return Ok(frames);
+        }
+        let kept = report.jobs.len() / 2;
+        report.jobs_left_out += (report.jobs.len() - kept) as u32;
+        report.jobs.truncate(kept);
+        // Tenants have jobs or quotas: of those that have none of the jobs that are shown, the first are.
+        report.tenants.truncate(kept.max(TENANTS_SHOWN));
+    }
+}
+
+/// How many tenants are shown however long the report is.
+const TENANTS_SHOWN: usize = 256;
 
 /// A report that lacks what devices say of themselves.
 pub(in crate::controller) struct Report {
@@ -29,11 +57,15 @@ impl Report {
 
     /// Ask the devices. The state is not locked meanwhile: one that has stopped takes seconds.
     pub(in crate::controller) fn ask_devices(mut self) -> StatusReport {
-        let due = answer_due();
-        let asked: Vec<_> = self.devices.iter().map(|device| device.post(Request::Stats)).collect();
+        let due = Instant::now() + STATS_LIMIT;
+        // Who was waited for in vain is asked again when it has answered that.
+        let ask = |device: &Arc<DeviceSession>| match device.owes_stats() {
+            true => Err(OWES_STATS.to_owned()),
+            false => device.post(Request::Stats).map_err(|error| error.to_string()),
+        };
+        let asked: Vec<_> = self.devices.iter().map(ask).collect();
         for ((session, asked), device) in self.devices.iter().zip(asked).zip(&mut self.told.devices) {
-            let stats = asked.and_then(|asked| session.counted(&asked, due));
-            device.stats = stats.map_err(|error| error.to_string());
+            device.stats = asked.and_then(|asked| session.counted(&asked, due).map_err(|error| error.to_string()));
         }
         self.told
     }
@@ -51,7 +83,9 @@ impl State {
             stats: Err(String::new()),
         };
         let resuming = self.resuming.iter().map(|((name, _), resuming)| (name, &resuming.job));
-        let mut jobs: Vec<_> = self.jobs.iter().chain(resuming).map(|(name, job)| self.report_job(name, job)).collect();
+        let places = self.queue.places(&self.books);
+        let report = |(name, job): (&String, &Job)| self.report_job(name, job, places.get(name).copied());
+        let mut jobs: Vec<_> = self.jobs.iter().chain(resuming).map(report).collect();
         jobs.sort_by(|one, other| one.name.cmp(&other.name));
         let told = StatusReport {
             fabric: fabric.map(|fabric| FabricStatus {
@@ -62,6 +96,7 @@ impl State {
             }),
             devices: self.devices.values().map(device).collect(),
             jobs,
+            jobs_left_out: 0,
             tenants: self.report_tenants(),
         };
         Report { told, devices: self.devices.values().cloned().collect() }
@@ -85,7 +120,7 @@ impl State {
         self.books.claims().flat_map(of).collect()
     }
 
-    fn report_job(&self, name: &str, job: &Job) -> JobStatus {
+    fn report_job(&self, name: &str, job: &Job, queue: Option<QueuePlace>) -> JobStatus {
         let standing = self.queue.get(name).map(|entry| entry.standing);
         JobStatus {
             name: name.to_owned(),
@@ -102,7 +137,7 @@ impl State {
                     by_reference: placement.ranks_by_reference(),
                 })
             }),
-            queue: self.queue.place(name, &self.books),
+            queue,
             is_offered: standing.is_some_and(|standing| standing != Standing::Waits) || job.placing.is_some(),
         }
     }

@@ -16,10 +16,10 @@
 //!   or fewer: those that did not come may go on by themselves (PROTOCOL 8). One that comes later is refused.
 //! - A resumed job is in a view that no controller before has spoken of.
 
-use super::{Client, Job, Member, State, agree};
+use super::{Client, Job, Member, State, agree, check_request};
 use crate::coll::tree::Tree;
 use crate::controller::ControllerConfig;
-use crate::controller::proto::{ClientReply, JoinRefusal, Resumption, check_tenant};
+use crate::controller::proto::{ClientReply, JoinRefusal, Resumption};
 use crate::controller::queue::Standing;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -66,11 +66,8 @@ impl State {
         client: &Arc<Client>,
     ) -> Result<(String, Rank), JoinRefusal> {
         let Resumption { request, devices, view, shrunk, mesh_token, expression } = resumption;
-        check_tenant(&request.terms.tenant)?;
+        check_request(&request, &devices)?;
         let (name, rank, world) = (request.job.clone(), request.rank, request.world);
-        if rank.0 >= world {
-            return Err(JoinRefusal::Rank { rank, world });
-        }
         for (what, found) in [("view", view), ("round", shrunk)] {
             if found > COUNT_MAX {
                 return Err(JoinRefusal::Count { job: name, what: what.into(), found, max: COUNT_MAX });
@@ -98,6 +95,9 @@ impl State {
                 return Err(nonsense("it is another one than that of a rank that came before".into()));
             }
         }
+        if !self.resuming.contains_key(&key) {
+            self.check_jobs(config)?;
+        }
         let resuming = self.resuming.entry(key.clone()).or_insert_with(|| {
             let job = Job { expression: declared, ..Job::new(world, mesh_token) };
             Resuming { job, until, left: BTreeSet::new() }
@@ -105,22 +105,22 @@ impl State {
         let job = &mut resuming.job;
         // One that has not heard the last of it is told by what follows.
         (job.view, job.shrunk) = (job.view.max(view), job.shrunk.max(shrunk));
-        job.members.insert(rank, Member { request, pinned: devices, client: Arc::clone(client) });
+        job.members.insert(rank, Member { request: Arc::new(request), pinned: devices, client: Arc::clone(client) });
         if resuming.came() == world {
-            self.go_on(config, &key);
+            self.go_on(&key);
         }
         self.wake.notify_all();
         Ok((name, rank))
     }
 
     /// Go on with the jobs whose ranks, and then devices, had their time to come back. Returns when the next is due.
-    pub(super) fn expire_resuming(&mut self, config: &ControllerConfig) -> Option<Instant> {
+    pub(super) fn expire_resuming(&mut self) -> Option<Instant> {
         let now = self.now;
         let is_due = |resuming: &Resuming| resuming.until <= now;
         let due: Vec<Key> =
             self.resuming.iter().filter(|(_, resuming)| is_due(resuming)).map(|(key, _)| key.clone()).collect();
         for key in &due {
-            self.go_on(config, key);
+            self.go_on(key);
         }
         let is_due = |job: &Job| job.settles_at.is_some_and(|at| at <= now);
         let due: Vec<String> = self.jobs.iter().filter(|(_, job)| is_due(job)).map(|(name, _)| name.clone()).collect();
@@ -128,14 +128,14 @@ impl State {
             if let Some(job) = self.jobs.get_mut(name) {
                 job.settles_at = None;
             }
-            self.offer_soon(config, name);
+            self.offer_soon(name);
         }
         let settling = self.jobs.values().filter_map(|job| job.settles_at);
         self.resuming.values().map(|resuming| resuming.until).chain(settling).min()
     }
 
     /// The job runs, as far as this controller is concerned.
-    fn go_on(&mut self, config: &ControllerConfig, key: &Key) {
+    fn go_on(&mut self, key: &Key) {
         let Some(resuming) = self.resuming.remove(key) else { return };
         let (name, world, came) = (&key.0, resuming.job.world, resuming.came());
         if 2 * came <= world {
@@ -163,34 +163,25 @@ impl State {
         // A tree of the devices that came first would be all that it ever gets.
         job.settles_at = Some(self.devices_by).filter(|at| *at > self.now);
         self.jobs.insert(name.clone(), job);
-        self.offer_soon(config, name);
+        self.offer_soon(name);
     }
 
     /// A running job without a tree is offered one as soon as there is one for it.
-    pub(super) fn offer_soon(&mut self, config: &ControllerConfig, name: &str) {
+    pub(super) fn offer_soon(&mut self, name: &str) {
         if !self.jobs.get(name).is_some_and(Job::can_move) {
             return;
         }
         if self.queue.get(name).is_none_or(|entry| entry.standing == Standing::Waits) {
-            self.enter_queue(config, name);
-            if let Some(entry) = self.queue.get_mut(name) {
-                entry.tried = None;
-            }
+            self.enter_queue(name, true);
         } else if let Some(job) = self.jobs.get_mut(name) {
             // What it takes is held for it.
             job.make_offer();
         }
-        self.pump(config);
+        self.pump();
     }
 
     /// A rank of a job that has not gone on yet is gone again: if it died, it may still come back.
-    pub(super) fn depart_early(
-        &mut self,
-        config: &ControllerConfig,
-        (name, rank): (&str, Rank),
-        client: &Arc<Client>,
-        clean: bool,
-    ) {
+    pub(super) fn depart_early(&mut self, (name, rank): (&str, Rank), client: &Arc<Client>, clean: bool) {
         let mut of_name = self.resuming.iter_mut().filter(|((other, _), _)| other == name);
         let Some((key, resuming)) = of_name.find(|(_, resuming)| resuming.job.has(rank, client)) else { return };
         let key = key.clone();
@@ -201,7 +192,7 @@ impl State {
         if resuming.job.members.is_empty() {
             self.resuming.remove(&key);
         } else if resuming.came() == resuming.job.world {
-            self.go_on(config, &key);
+            self.go_on(&key);
         }
     }
 }

@@ -1,19 +1,17 @@
 //! What ranks ask, each on its connection.
 
-use super::report::Report;
-use super::{Client, Draft, State};
+use super::{Client, State};
 use crate::controller::ControllerConfig;
-use crate::controller::proto::{ClientReply, ClientRequest, JoinRequest};
+use crate::controller::proto::{ClientReply, ClientRequest, JoinRefusal, JoinRequest};
 use std::sync::Arc;
 use sumac_hal::ids::Rank;
 
 /// What is left to do for a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::controller) enum Served {
     Done,
-    /// To be carried out.
-    Draft(Draft),
-    /// To be completed by what devices say, and sent.
-    Report(Report),
+    /// A report is to be made, and sent.
+    Report,
 }
 
 impl State {
@@ -25,51 +23,30 @@ impl State {
         client: &Arc<Client>,
         place: &mut Option<(String, Rank)>,
     ) -> Served {
-        let draft = match request {
+        let here = place.as_ref();
+        match request {
             ClientRequest::Join(request) => self.take_in(config, (request, Vec::new()), client, place),
             ClientRequest::JoinOn { request, devices } => self.take_in(config, (request, devices), client, place),
             ClientRequest::Leave => {
                 if let Some((job, rank)) = place.take() {
-                    self.depart(config, (&job, rank), client, true);
+                    self.depart((&job, rank), client, true);
                 }
                 client.send(&ClientReply::Left);
-                None
             }
-            ClientRequest::Status => return Served::Report(self.report(config)),
-            ClientRequest::Suspect { view } => {
-                self.suspect(place.as_ref(), client, view);
-                None
-            }
-            ClientRequest::Replan { view } => self.replan(config, place.as_ref(), client, view),
-            ClientRequest::Pause { view, at } => {
-                self.pause(place.as_ref(), client, view, at);
-                None
-            }
-            ClientRequest::Decline { view, device, why } => {
-                self.decline(config, (place.as_ref(), client), view, (device, why));
-                None
-            }
-            ClientRequest::Over(over) => {
-                self.over(place.as_ref(), client, &over);
-                None
-            }
-            ClientRequest::Survivors => {
-                self.survivors(place.as_ref(), client);
-                None
-            }
-            ClientRequest::Forgo { view } => {
-                self.forgo(place.as_ref(), client, view);
-                None
-            }
+            ClientRequest::Status => return Served::Report,
+            ClientRequest::Suspect { view } => self.suspect(here, client, view),
+            ClientRequest::Replan { view } => self.replan(here, client, view),
+            ClientRequest::Pause { view, at } => self.pause(here, client, view, at),
+            ClientRequest::Decline { view, device, why } => self.decline((here, client), view, (device, why)),
+            ClientRequest::Over(over) => self.over(here, client, &over),
+            ClientRequest::Survivors => self.survivors(here, client),
+            ClientRequest::Forgo { view } => self.forgo(here, client, view),
             ClientRequest::Resume(resumption) => {
-                match self.resume(config, *resumption, client) {
-                    Ok(resumed) => *place = Some(resumed),
-                    Err(refusal) => client.send(&ClientReply::Refused(refusal)),
-                }
-                None
+                let joined = self.check_single(client, place).and_then(|()| self.resume(config, *resumption, client));
+                note(joined, client, place);
             }
-        };
-        draft.map_or(Served::Done, Served::Draft)
+        }
+        Served::Done
     }
 
     /// Take in a rank, or tell it why not.
@@ -79,16 +56,25 @@ impl State {
         (request, pinned): (JoinRequest, Vec<String>),
         client: &Arc<Client>,
         place: &mut Option<(String, Rank)>,
-    ) -> Option<Draft> {
-        match self.join(config, request, pinned, client) {
-            Ok((joined, draft)) => {
-                *place = Some(joined);
-                draft
-            }
-            Err(refusal) => {
-                client.send(&ClientReply::Refused(refusal));
-                None
-            }
-        }
+    ) {
+        let joined = self.check_single(client, place).and_then(|()| self.join(config, request, pinned, client));
+        note(joined, client, place);
+    }
+
+    /// Check that a client is no member yet: its connection stands for one rank of one job.
+    fn check_single(&self, client: &Arc<Client>, place: &Option<(String, Rank)>) -> Result<(), JoinRefusal> {
+        let Some((name, rank)) = place else { return Ok(()) };
+        let resuming = self.resuming.iter().filter(|((other, _), _)| other == name).map(|(_, resuming)| &resuming.job);
+        let is_member = self.jobs.get(name).into_iter().chain(resuming).any(|job| job.has(*rank, client));
+        // A job that was given up before it began has no members.
+        if is_member { Err(JoinRefusal::Member { rank: *rank, job: name.clone() }) } else { Ok(()) }
+    }
+}
+
+/// Note what a client has joined, or tell it why it has not.
+fn note(joined: Result<(String, Rank), JoinRefusal>, client: &Client, place: &mut Option<(String, Rank)>) {
+    match joined {
+        Ok(joined) => *place = Some(joined),
+        Err(refusal) => client.send(&ClientReply::Refused(refusal)),
     }
 }

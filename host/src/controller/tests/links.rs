@@ -56,7 +56,7 @@ fn who_asks_for_rdma_where_there_is_none_gets_the_reason() {
     drop(device);
     let controller = self::controller();
     let _device = Device::start(&controller, "leaf0", None, None);
-    let ranks = join(&controller, "no bus", &[(Attach::Rdma, None)]);
+    let ranks = join(&controller, "no-bus", &[(Attach::Rdma, None)]);
     assert!(why_not(&ranks[0]).contains("no bus"), "{}", why_not(&ranks[0]));
 }
 
@@ -76,7 +76,7 @@ fn who_sends_by_another_way_than_the_leaf_receives_gets_the_reason() {
     drop(device);
     let controller = self::controller();
     let _device = Device::start(&controller, "leaf0", None, None);
-    let ranks = join(&controller, "over verbs", &[AUTO, (Attach::Verbs, None)]);
+    let ranks = join(&controller, "over-verbs", &[AUTO, (Attach::Verbs, None)]);
     for why in ranks.iter().map(why_not) {
         assert!(["rank 1", "leaf0", "--verbs", "`udp`"].iter().all(|part| why.contains(part)), "{why}");
     }

@@ -140,7 +140,7 @@ pub(super) fn released(device: &Device) -> GroupId {
 pub(super) fn end(device: Device, controller: &Controller) {
     let devices = || status(controller.local_addr()).expect("a report").devices.len();
     let before = devices();
-    device.stream.hang_up();
+    device.stream.shutdown(std::net::Shutdown::Both).expect("it is connected");
     while devices() == before {
         thread::yield_now();
     }
@@ -192,7 +192,7 @@ fn nobody_waits_for_a_device_that_has_stopped_to_free_the_lost_group() {
         rank.say(ClientRequest::Replan { view: 7 });
         assert_eq!(rank.refused().0, 7);
     }
-    stopped.stream.hang_up();
+    stopped.stream.shutdown(std::net::Shutdown::Both).expect("it is connected");
 }
 
 #[test]
@@ -206,7 +206,7 @@ fn nobody_waits_for_a_device_that_has_stopped_to_renew_a_lease() {
     assert_eq!(renewal, Request::RenewGroup(of(&before[0]).group));
     // While that is not answered, the job moves.
     assert_eq!(of(&replan(&mut ranks, 0)[0]).leaf, "leaf1");
-    stopped.stream.hang_up();
+    stopped.stream.shutdown(std::net::Shutdown::Both).expect("it is connected");
 }
 
 #[test]
@@ -491,21 +491,21 @@ fn a_device_that_stays_away_or_comes_in_another_life_has_lost_its_trees() {
         let device = Device::serve(&controller, life.clone(), |_| Reply::Yes);
         let mut ranks: Vec<_> = (0..2).map(|rank| Raw::join(&controller, rank, 2, &[])).collect();
         ranks.iter_mut().for_each(|rank| assert!(rank.joined().tree.is_ok()));
-        device.stream.hang_up();
+        device.stream.shutdown(std::net::Shutdown::Both).expect("it is connected");
         until_devices(&controller, 0);
         let back = Device::serve(&controller, life, |_| Reply::Yes);
         until_devices(&controller, 1);
         let expire = |later: Duration| {
             let mut state = controller.shared.lock();
             state.now += later;
-            state.expire_all(&controller.shared.config)
+            state.expire_all()
         };
         assert_eq!(expire(2 * ABSENCE), None);
         for rank in &mut ranks {
             rank.say(ClientRequest::Status);
             assert!(matches!(rank.hear(), ClientReply::Status(_)));
         }
-        back.stream.hang_up();
+        back.stream.shutdown(std::net::Shutdown::Both).expect("it is connected");
         until_devices(&controller, 0);
         let _next = comes_back.then(|| Device::start(&controller, "leaf0", None, None));
         expire(if comes_back { Duration::ZERO } else { 2 * ABSENCE });

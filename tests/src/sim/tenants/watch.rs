@@ -195,7 +195,9 @@ impl World<'_, '_> {
                 }
                 let seen = self.watch.jobs.entry(other).or_default();
                 seen.passed += 1;
-                if self.plan.rooms.len() == 1 && seen.passed > PASSES_MAX {
+                // Those that a device refuses come back to the queue, where they keep their place, and look as if they had
+                // come after this one.
+                if self.plan.rooms.len() == 1 && !is_disturbed && seen.passed > PASSES_MAX {
                     let what = format!("job {other} was passed over {} times", seen.passed);
                     return Err(violation("passed over too often", what));
                 }
