@@ -155,7 +155,7 @@ fn severing_some_pages_leaves_all_others_shared() {
     (0..6).for_each(|nth| ours.write(nth * page, &[nth as u8; 10]));
     ours.sever(&[page..2 * page, 3 * page..4 * page, 5 * page..5 * page + 10]).expect("memory");
     // Some pages twice.
-    ours.sever(&[page..3 * page]).expect("memory");
+    ours.sever(std::slice::from_ref(&(page..3 * page))).expect("memory");
     for nth in 0..6 {
         assert_eq!(bytes_of(&ours, nth * page, 10), [nth as u8; 10], "page {nth}");
         device.write(nth * page, &[9; 10]);
@@ -168,7 +168,7 @@ fn severing_some_pages_leaves_all_others_shared() {
 #[should_panic(expected = "no range of whole pages")]
 fn a_part_of_a_page_is_not_severed() {
     let mut ours = Region::create(10_000, Pages::Normal).expect("memory");
-    let _ = ours.sever(&[0..100]);
+    let _ = ours.sever(std::slice::from_ref(&(0..100)));
 }
 
 /// From safe Rust two threads may have parts of one buffer: severing one part must not undo writes to the other.

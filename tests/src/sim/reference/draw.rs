@@ -173,7 +173,7 @@ impl Options {
         options.faults.spells = Faults::draw_spells(&mut draw, ranks, 1);
         // Drawn apart: what else seeds draw stays what it was.
         let mut apart = Draw::new(weight(&[seed, kind, 0x7365_7665]));
-        let severing = Duration::from_millis(apart.one_of(&[0, 1, 100, 1_000, 4_000]));
+        let severing = Duration::from_millis(apart.one_of(&[0, 1, 1_000, 8_000, 8_000]));
         let setup = Setup { severing, ..draw_setup(&mut draw, chunk_len_bytes) };
         let mishaps = draw_mishaps(&mut draw, &options, &setup);
         // There is always another tree.
