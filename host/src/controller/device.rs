@@ -149,13 +149,18 @@ impl DeviceSession {
     }
 
     fn answer(&self, asked: &Asked, deadline: Instant) -> Result<Response, DeviceError> {
+        let answer = self.hear(asked, deadline);
+        if matches!(answer, Err(DeviceError::Gone)) {
+            self.is_silent.store(true, Ordering::Release);
+        }
+        answer
+    }
+
+    fn hear(&self, asked: &Asked, deadline: Instant) -> Result<Response, DeviceError> {
         match asked.answer.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok(Response::Refused(refusal)) => Err(refusal.into()),
             Ok(response) => Ok(response),
-            Err(_) => {
-                self.is_silent.store(true, Ordering::Release);
-                Err(DeviceError::Gone)
-            }
+            Err(_) => Err(DeviceError::Gone),
         }
     }
 
@@ -169,16 +174,22 @@ impl DeviceSession {
 
     /// Wait for the answer to [`Request::Stats`].
     pub(super) fn counted(&self, asked: &Asked, deadline: Instant) -> Result<Stats, DeviceError> {
-        match self.answer(asked, deadline) {
+        match self.answer(asked, deadline)? {
+            Response::Stats(stats) => Ok(stats),
+            _ => Err(DeviceError::Answer),
+        }
+    }
+
+    /// The same for a report, which waits less: a device that is late counts as there for all others.
+    pub(super) fn counted_soon(&self, asked: &Asked, deadline: Instant) -> Result<Stats, DeviceError> {
+        match self.hear(asked, deadline) {
             Ok(Response::Stats(stats)) => Ok(stats),
             Ok(_) => Err(DeviceError::Answer),
             Err(error) => {
-                if matches!(error, DeviceError::Gone) {
-                    let mut calls = self.lock();
-                    // It may have come since.
-                    if calls.waiting.contains_key(&asked.id) {
-                        calls.late_stats.get_or_insert(asked.id);
-                    }
+                let mut calls = self.lock();
+                // It may have come since.
+                if matches!(error, DeviceError::Gone) && calls.waiting.contains_key(&asked.id) {
+                    calls.late_stats.get_or_insert(asked.id);
                 }
                 Err(error)
             }

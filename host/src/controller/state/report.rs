@@ -65,7 +65,7 @@ impl Report {
         };
         let asked: Vec<_> = self.devices.iter().map(ask).collect();
         for ((session, asked), device) in self.devices.iter().zip(asked).zip(&mut self.told.devices) {
-            device.stats = asked.and_then(|asked| session.counted(&asked, due).map_err(|error| error.to_string()));
+            device.stats = asked.and_then(|asked| session.counted_soon(&asked, due).map_err(|error| error.to_string()));
         }
         self.told
     }
