@@ -297,6 +297,8 @@ impl Drop for Controller {
             self.shared.wake.notify_all();
             state.release_all()
         };
+        // Under the lock of what it waits with: it has seen that the controller stops, or waits by now.
+        drop(self.shared.reports.lock().unwrap_or_else(PoisonError::into_inner));
         self.shared.report.notify_all();
         let due = answer_due();
         for (device, asked) in released {

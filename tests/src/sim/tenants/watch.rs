@@ -163,6 +163,8 @@ impl World<'_, '_> {
             }
             (seen.has, seen.runs) = (has, status.running);
             match status.queue {
+                // Who is being served keeps its place until it has its tree: a device may refuse it.
+                None if status.is_offered => {}
                 None => (seen.since, seen.passed) = (None, 0),
                 Some(_) => _ = seen.since.get_or_insert(look),
             }
@@ -195,9 +197,7 @@ impl World<'_, '_> {
                 }
                 let seen = self.watch.jobs.entry(other).or_default();
                 seen.passed += 1;
-                // Those that a device refuses come back to the queue, where they keep their place, and look as if they had
-                // come after this one.
-                if self.plan.rooms.len() == 1 && !is_disturbed && seen.passed > PASSES_MAX {
+                if self.plan.rooms.len() == 1 && seen.passed > PASSES_MAX {
                     let what = format!("job {other} was passed over {} times", seen.passed);
                     return Err(violation("passed over too often", what));
                 }
