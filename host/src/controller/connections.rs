@@ -112,6 +112,8 @@ pub(super) struct Connections {
     output_bytes: Arc<AtomicUsize>,
     /// Parts of messages that have come.
     input_bytes: usize,
+    /// Those that have asked for a report since the last turn.
+    reports: Vec<Arc<Client>>,
     /// When accepting goes on, where the system had no descriptor.
     accepts_at: Option<Instant>,
     swept_at: Instant,
@@ -133,6 +135,7 @@ impl Connections {
             turned_away: 0,
             output_bytes: Arc::default(),
             input_bytes: 0,
+            reports: Vec::new(),
             accepts_at: None,
             swept_at: Instant::now(),
             buffer: vec![0; 64 * 1024],
@@ -184,6 +187,8 @@ impl Connections {
             }
         }
         self.end(ended);
+        // Who asks has seen what ended before: it is no more in the report.
+        self.shared.ask_for_reports(&mut self.reports);
         let noted = self.shared.wakeup.take().into_iter();
         let ended = noted.filter_map(|id| self.flush(id).err().map(|why| (id, why))).collect();
         self.end(ended);
@@ -268,7 +273,7 @@ impl Connections {
         }
         let before = conn.inbox.len();
         conn.inbox.push(&self.buffer[..len]);
-        let heard = conn.hear(&self.shared);
+        let heard = conn.hear(&self.shared, &mut self.reports);
         self.input_bytes = self.input_bytes + conn.inbox.len() - before;
         heard
     }
@@ -386,7 +391,7 @@ impl Connections {
 
 impl Conn {
     /// Take in the messages that are whole.
-    fn hear(&mut self, shared: &Arc<Shared>) -> Result<(), Ended> {
+    fn hear(&mut self, shared: &Arc<Shared>, reports: &mut Vec<Arc<Client>>) -> Result<(), Ended> {
         loop {
             let is_heard = match &mut self.peer {
                 Peer::TurnedAway => false,
@@ -408,7 +413,9 @@ impl Conn {
                 },
                 Peer::Client(client, place) => match self.inbox.take_message::<ClientRequest>()? {
                     Some(request) => {
-                        serve(shared, request, client, place)?;
+                        if let Served::Report = serve(shared, request, client, place)? {
+                            reports.push(Arc::clone(client));
+                        }
                         true
                     }
                     None => false,
@@ -484,15 +491,10 @@ fn serve(
     request: ClientRequest,
     client: &Arc<Client>,
     place: &mut Option<(String, Rank)>,
-) -> Result<(), Ended> {
+) -> Result<Served, Ended> {
     let mut state = shared.lock();
     if shared.stopping() {
         return Err(Ended::HungUp);
     }
-    let served = state.serve(&shared.config, request, client, place);
-    drop(state);
-    if matches!(served, Served::Report) {
-        shared.ask_for_report(client);
-    }
-    Ok(())
+    Ok(state.serve(&shared.config, request, client, place))
 }

@@ -360,6 +360,19 @@ fn input_beyond_all_limits_ends_those_that_have_begun_the_most_and_no_other() {
     assert!(matches!(reply, ClientReply::Refused(JoinRefusal::Limit { .. })), "{reply:?}");
 }
 
+/// Both arrive at once, as far as the controller can tell, and in that order.
+#[test]
+fn rank_that_has_hung_up_is_in_no_report_that_is_asked_for_after_it() {
+    let controller = controller();
+    let mut asks = Raw::dial(&controller);
+    for round in 0..300 {
+        let member = Raw::join_with(&controller, of_job("job", 0, 2), &[]);
+        while asks.report().jobs.is_empty() {}
+        drop(member);
+        assert!(asks.report().jobs.is_empty(), "round {round}");
+    }
+}
+
 #[test]
 fn report_too_long_for_a_peer_leaves_jobs_out_and_counts_them() {
     let limits = Limits { peer_output_bytes: 16 * 1024, ..Limits::default() };
