@@ -8,7 +8,7 @@
 //! before anybody is told, so that the dead are not told of the dead.
 
 use super::limits::{Limits, NameKind, REQUEST_LEN_MAX, check_name};
-use super::line::{Frames, Line, Outbox, OutputBudget, Sending};
+use super::line::{Frames, Line, Outbox, Sending};
 use super::proto::{ClientReply, ClientRequest, JoinRefusal};
 use super::state::{Client, Served};
 use super::{DeviceSession, Shared};
@@ -18,6 +18,7 @@ use std::io::{self, ErrorKind, Read};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::{Announce, Envelope, FrameBuffer, FrameError, Greeting, MAX_MESSAGE_LEN, Response};
 use sumac_hal::ids::Rank;
@@ -91,8 +92,10 @@ enum Ended {
     Idle,
     #[error("it does not read what it is sent")]
     Stalled,
-    #[error("all peers together have begun messages of more bytes than the controller keeps")]
+    #[error("all peers together have begun messages of more bytes than the controller keeps, and it of the most")]
     Input,
+    #[error("all peers together do not read more bytes than the controller keeps, and it the most")]
+    Output,
     #[error("it was refused as a device")]
     Refused,
 }
@@ -105,9 +108,12 @@ pub(super) struct Connections {
     conns: HashMap<u64, Conn>,
     next: u64,
     turned_away: usize,
-    output: OutputBudget,
+    /// What waits to be sent to all, in bytes.
+    output_bytes: Arc<AtomicUsize>,
     /// Parts of messages that have come.
     input_bytes: usize,
+    /// Those that have asked for a report since the last turn.
+    reports: Vec<Arc<Client>>,
     /// When accepting goes on, where the system had no descriptor.
     accepts_at: Option<Instant>,
     swept_at: Instant,
@@ -120,7 +126,6 @@ impl Connections {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         epoll::add(&epoll, &listener, epoll::EventData::new_u64(LISTENER), epoll::EventFlags::IN)?;
         epoll::add(&epoll, shared.wakeup.fd(), epoll::EventData::new_u64(WAKEUP), epoll::EventFlags::IN)?;
-        let limit = shared.config.limits.output_bytes;
         Ok(Self {
             shared,
             listener,
@@ -128,8 +133,9 @@ impl Connections {
             conns: HashMap::new(),
             next: FIRST_CONN,
             turned_away: 0,
-            output: OutputBudget { used: Arc::default(), limit },
+            output_bytes: Arc::default(),
             input_bytes: 0,
+            reports: Vec::new(),
             accepts_at: None,
             swept_at: Instant::now(),
             buffer: vec![0; 64 * 1024],
@@ -176,13 +182,17 @@ impl Connections {
                     if let Err(why) = read.and_then(|()| self.flush(id)) {
                         ended.push((id, why));
                     }
+                    self.shed_input();
                 }
             }
         }
         self.end(ended);
+        // Who asks has seen what ended before: it is no more in the report.
+        self.shared.ask_for_reports(&mut self.reports);
         let noted = self.shared.wakeup.take().into_iter();
         let ended = noted.filter_map(|id| self.flush(id).err().map(|why| (id, why))).collect();
         self.end(ended);
+        self.shed_output();
         self.sweep()
     }
 
@@ -234,7 +244,7 @@ impl Connections {
         self.next += 1;
         epoll::add(&self.epoll, &stream, epoll::EventData::new_u64(id), epoll::EventFlags::IN)?;
         let wakeup = Arc::clone(&self.shared.wakeup);
-        let outbox = Arc::new(Outbox::new(id, self.limits().peer_output_bytes, self.output.clone(), wakeup));
+        let outbox = Arc::new(Outbox::new(id, self.limits().peer_output_bytes, Arc::clone(&self.output_bytes), wakeup));
         let peer = if is_one_too_many { Peer::TurnedAway } else { Peer::Unknown };
         if is_one_too_many {
             self.turned_away += 1;
@@ -263,11 +273,48 @@ impl Connections {
         }
         let before = conn.inbox.len();
         conn.inbox.push(&self.buffer[..len]);
-        let heard = conn.hear(&self.shared);
+        let heard = conn.hear(&self.shared, &mut self.reports);
         self.input_bytes = self.input_bytes + conn.inbox.len() - before;
-        heard?;
-        let is_too_much = self.input_bytes > self.shared.config.limits.input_bytes && !conn.inbox.is_empty();
-        if is_too_much { Err(Ended::Input) } else { Ok(()) }
+        heard
+    }
+
+    /// Hang up on those that have begun messages of the most bytes, if all together are more than the controller keeps: not
+    /// on who has added the last of them.
+    fn shed_input(&mut self) {
+        let limit = self.limits().input_bytes;
+        if self.input_bytes <= limit {
+            return;
+        }
+        let (mut left, mut ended) = (self.input_bytes, Vec::new());
+        for (bytes, id) in most_first(self.conns.iter().map(|(id, conn)| (conn.inbox.len(), *id))) {
+            if left <= limit / 4 * 3 {
+                break;
+            }
+            left -= bytes;
+            ended.push((id, Ended::Input));
+        }
+        self.end(ended);
+    }
+
+    /// The same of those that do not read what waits for them.
+    fn shed_output(&mut self) {
+        let limit = self.limits().output_bytes;
+        let is_over = |limit| self.output_bytes.load(Ordering::Acquire) > limit;
+        if !is_over(limit) {
+            return;
+        }
+        let blocked = self.conns.iter().filter(|(_, conn)| conn.blocked_since.is_some());
+        let mut ended = Vec::new();
+        for (_, id) in most_first(blocked.map(|(id, conn)| (conn.outbox.waiting_bytes(), *id))) {
+            if !is_over(limit / 4 * 3) {
+                break;
+            }
+            // What others wait for, too, stays.
+            self.conns[&id].outbox.close();
+            tracing::warn!(limit, "peers do not read what they are sent: one of them is hung up on");
+            ended.push((id, Ended::Output));
+        }
+        self.end(ended);
     }
 
     /// Send what waits.
@@ -344,7 +391,7 @@ impl Connections {
 
 impl Conn {
     /// Take in the messages that are whole.
-    fn hear(&mut self, shared: &Arc<Shared>) -> Result<(), Ended> {
+    fn hear(&mut self, shared: &Arc<Shared>, reports: &mut Vec<Arc<Client>>) -> Result<(), Ended> {
         loop {
             let is_heard = match &mut self.peer {
                 Peer::TurnedAway => false,
@@ -366,7 +413,9 @@ impl Conn {
                 },
                 Peer::Client(client, place) => match self.inbox.take_message::<ClientRequest>()? {
                     Some(request) => {
-                        serve(shared, request, client, place)?;
+                        if let Served::Report = serve(shared, request, client, place)? {
+                            reports.push(Arc::clone(client));
+                        }
                         true
                     }
                     None => false,
@@ -395,6 +444,13 @@ impl Conn {
             }
         }
     }
+}
+
+/// Sort connections by what they hold, the most first.
+fn most_first(held: impl Iterator<Item = (usize, u64)>) -> Vec<(usize, u64)> {
+    let mut held: Vec<_> = held.filter(|(bytes, _)| *bytes > 0).collect();
+    held.sort_unstable_by(|one, other| other.cmp(one));
+    held
 }
 
 /// Take in a peer that has said who it is.
@@ -435,15 +491,10 @@ fn serve(
     request: ClientRequest,
     client: &Arc<Client>,
     place: &mut Option<(String, Rank)>,
-) -> Result<(), Ended> {
+) -> Result<Served, Ended> {
     let mut state = shared.lock();
     if shared.stopping() {
         return Err(Ended::HungUp);
     }
-    let served = state.serve(&shared.config, request, client, place);
-    drop(state);
-    if matches!(served, Served::Report) {
-        shared.ask_for_report(client);
-    }
-    Ok(())
+    Ok(state.serve(&shared.config, request, client, place))
 }

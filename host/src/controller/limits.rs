@@ -44,9 +44,10 @@ pub struct Limits {
     pub devices: usize,
     /// What waits to be sent to one peer, in bytes: who reads slower than that is hung up on.
     pub peer_output_bytes: usize,
-    /// What waits to be sent to all peers, in bytes; what several wait for counts once.
+    /// What waits to be sent to all peers, in bytes; what several wait for counts once. Beyond it those that have read the
+    /// least are hung up on.
     pub output_bytes: usize,
-    /// Parts of requests that all peers have sent so far, in bytes.
+    /// Parts of requests that all peers have sent so far, in bytes. Beyond it those that have sent the most are hung up on.
     pub input_bytes: usize,
     /// How long a connection may take to say who it is.
     pub greeting: Duration,

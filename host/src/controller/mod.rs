@@ -219,10 +219,12 @@ impl Shared {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// A client asks for a report.
-    fn ask_for_report(&self, client: &Arc<Client>) {
-        self.reports.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(client));
-        self.report.notify_all();
+    /// Clients ask for a report.
+    fn ask_for_reports(&self, clients: &mut Vec<Arc<Client>>) {
+        if !clients.is_empty() {
+            self.reports.lock().unwrap_or_else(PoisonError::into_inner).append(clients);
+            self.report.notify_all();
+        }
     }
 }
 
@@ -297,6 +299,8 @@ impl Drop for Controller {
             self.shared.wake.notify_all();
             state.release_all()
         };
+        // Under the lock of what it waits with: it has seen that the controller stops, or waits by now.
+        drop(self.shared.reports.lock().unwrap_or_else(PoisonError::into_inner));
         self.shared.report.notify_all();
         let due = answer_due();
         for (device, asked) in released {

@@ -454,7 +454,7 @@ impl State {
                 } else {
                     tracing::warn!(job = name, rank = %first, others, "rank is lost");
                 }
-                ranks.iter().for_each(|rank| job.tell(&ClientReply::RankLost(*rank)));
+                job.tell_all(ranks.iter().map(|rank| ClientReply::RankLost(*rank)));
             }
             job.refuse_waiting(name, *first);
             job.withdraw_offer();

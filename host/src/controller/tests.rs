@@ -7,6 +7,7 @@ mod offers;
 mod quotas;
 mod replan;
 mod resume;
+mod unlocked;
 
 use super::limits::RANKS_MAX;
 use super::proto::{Attach, JoinRequest, Membership, Terms, TreeMembership};

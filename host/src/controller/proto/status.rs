@@ -80,7 +80,8 @@ pub struct JobStatus {
     pub running: bool,
     /// How often it was placed anew since it began.
     pub view: u32,
-    /// The group and its devices, root first, or why there is none; `None` before the job is complete.
+    /// The group and its devices, root first, or why there is none: one that is lost, or of which a device is not connected,
+    /// counts as none. `None` before the job is complete.
     pub tree: Option<Result<JobTree, String>>,
     /// Its place among those that wait for a tree.
     pub queue: Option<QueuePlace>,

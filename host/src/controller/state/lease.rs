@@ -18,6 +18,9 @@ use std::time::Instant;
 use sumac_hal::ctrl::{Refusal, Request};
 use sumac_hal::ids::GroupId;
 
+/// Stands for the slots in use on a device that has yet to count them.
+const NOT_COUNTED: u32 = u32::MAX;
+
 /// What devices are asked for the leases' sake.
 pub(in crate::controller) struct Round {
     leases: Vec<(Arc<DeviceSession>, GroupId)>,
@@ -115,11 +118,14 @@ impl State {
         }
         for (device, slots_used) in renewed.slots_used {
             let Some(known) = self.crowded.get_mut(&device) else { continue };
-            if slots_used < *known {
-                self.crowded.remove(&device);
+            let (is_less, was_counted) = (slots_used < *known, *known != NOT_COUNTED);
+            *known = slots_used;
+            if is_less {
                 self.books.touch();
-            } else {
-                *known = slots_used;
+                // One that was not counted stays, so that what is refused again is compared with this count.
+                if was_counted {
+                    self.crowded.remove(&device);
+                }
             }
         }
         let mut were_silent = std::mem::take(&mut self.silent);
@@ -132,6 +138,19 @@ impl State {
             self.reconsider();
         }
         self.pump();
+    }
+
+    /// A device has refused what the books leave of it, and then counted so many slots in use. What it was short of may have
+    /// been freed before it counted, and then it never counts fewer: it is asked again once.
+    pub(super) fn note_crowded(&mut self, device: &DeviceSession, need: u64, slots_used: Option<u32>) {
+        if slots_used.is_none() && device.answers() {
+            // It answers, but not that.
+            return;
+        }
+        let is_room = |used: &u32| u64::from(*used) + need <= device.room().slots;
+        let is_first = !self.crowded.contains_key(&device.key());
+        let count = slots_used.filter(|used| !(is_first && is_room(used))).unwrap_or(NOT_COUNTED);
+        self.crowded.insert(device.key(), count);
     }
 
     /// A device has a group no more that it should have: the tree is lost.

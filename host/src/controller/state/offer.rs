@@ -10,6 +10,7 @@ use crate::controller::line::Frames;
 use crate::controller::proto::ClientReply;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use sumac_hal::ctrl::{FrameError, encode_frames};
 use sumac_hal::ids::Rank;
 
 impl State {
@@ -60,7 +61,17 @@ impl Job {
 
     /// Tell all ranks that are there.
     pub(super) fn tell(&self, reply: &ClientReply) {
-        match Frames::of(reply) {
+        self.put(Frames::of(reply));
+    }
+
+    /// The same of several replies, which all ranks' queues share as one: as many as the ranks can die together.
+    pub(super) fn tell_all(&self, replies: impl Iterator<Item = ClientReply>) {
+        let frames: Result<Vec<_>, _> = replies.map(|reply| encode_frames(&reply)).collect();
+        self.put(frames.map(|frames| Frames::new(frames.concat())));
+    }
+
+    fn put(&self, frames: Result<Frames, FrameError>) {
+        match frames {
             Ok(frames) => self.members.values().for_each(|member| member.client.put(std::slice::from_ref(&frames))),
             Err(error) => tracing::error!(%error, "ranks can't be told"),
         }

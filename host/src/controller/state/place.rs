@@ -247,10 +247,11 @@ impl State {
                 | Refusal::NoMemory { .. }
                 | Refusal::NoRedoMemory { .. }
         );
-        if let (true, Some(slots_used)) = (is_short, slots_used) {
-            self.crowded.insert(device.key(), slots_used);
-        }
         let wait = is_short.then(|| (Scope::Devices, placement.least()));
+        if is_short {
+            let need = placement.claim(job.tenant()).needs[index].1.slots;
+            self.note_crowded(&device, need, slots_used);
+        }
         Err(Again::Without(NoTree::for_now(refused, wait)))
     }
 

@@ -66,6 +66,8 @@ pub(super) struct Planning {
 /// What of a job matters to a plan.
 #[derive(Debug)]
 struct JobView {
+    /// Tells it from others of its name, before and after it.
+    token: u64,
     world: u32,
     requests: Vec<Arc<JoinRequest>>,
     pinned: Vec<String>,
@@ -221,9 +223,17 @@ impl Plan {
     }
 }
 
+impl Job {
+    /// Tell whether the queue is the place for it: it has no tree, and none is being made.
+    const fn may_wait(&self) -> bool {
+        self.placing.is_none() && (matches!(self.placement, Some(Err(_))) || self.waits_until.is_some())
+    }
+}
+
 impl JobView {
     fn of(job: &Job) -> Self {
         Self {
+            token: job.mesh_token,
             world: job.world,
             requests: job.members.values().map(|member| Arc::clone(&member.request)).collect(),
             pinned: job.first().map_or_else(Vec::new, |member| member.pinned.clone()),
@@ -329,7 +339,7 @@ impl State {
                 Some(self.plan(goal, view, bars, ids))
             }
             Task::Enter { name, is_new_chance } => {
-                let view = JobView::of(self.jobs.get(&name)?);
+                let view = JobView::of(self.jobs.get(&name).filter(|job| job.may_wait())?);
                 let ids = self.ids(GroupId(0), Epoch::default());
                 Some(self.plan(Goal::Enter { name, is_new_chance }, view, Bars::default(), ids))
             }
@@ -344,7 +354,7 @@ impl State {
 
     /// Take in what was planned, as far as it still holds.
     pub(in crate::controller) fn planned(&mut self, config: &ControllerConfig, Planned { plan, found }: Planned) {
-        let Plan { goal, devices_version, books, ids, .. } = plan;
+        let Plan { goal, job: JobView { token, .. }, devices_version, books, ids, .. } = plan;
         let is_same_world = devices_version == self.planning.devices_version;
         match goal {
             Goal::Seek { mut seek, was_held } => {
@@ -366,7 +376,8 @@ impl State {
                 }
             }
             Goal::Enter { name, is_new_chance } => {
-                if self.jobs.contains_key(&name) {
+                // It may have ended, or got a tree, or be about to.
+                if self.jobs.get(&name).is_some_and(|job| job.mesh_token == token && job.may_wait()) {
                     self.enter_is_planned(&name, is_new_chance, books.version(), found);
                 }
             }

@@ -24,6 +24,9 @@ use sumac_hal::ids::Rank;
 /// How long ranks may come to ask for another tree after one that has asked waits no more.
 const LATE_LIMIT: Duration = Duration::from_secs(6);
 
+/// Why a job has no tree that had one.
+pub(super) const LOST: &str = "its tree is lost";
+
 impl State {
     /// A rank says that its tree of a view is lost: tell all ranks of its job, unless they know.
     pub(in crate::controller) fn suspect(&mut self, place: Option<&(String, Rank)>, client: &Arc<Client>, view: u32) {
@@ -132,7 +135,7 @@ impl State {
         let Some(job) = self.jobs.get_mut(name) else { return };
         // A view without a tree has lost none: what was lost before it still is.
         if let Some(Ok(placement)) = job.placement.take_if(|placed| placed.is_ok()) {
-            job.placement = Some(Err("its tree is lost".into()));
+            job.placement = Some(Err(LOST.into()));
             job.lost = placement.nodes.iter().map(|node| node.device.clone()).collect();
             self.release(&placement);
         }

@@ -1,7 +1,9 @@
 //! What the controller says of itself.
 
+use super::repair::LOST;
 use super::{Job, State};
 use crate::controller::ControllerConfig;
+use crate::controller::admit::Placement;
 use crate::controller::device::DeviceSession;
 use crate::controller::line::Frames;
 use crate::controller::proto::{
@@ -50,7 +52,7 @@ pub(in crate::controller) struct Report {
 
 impl Report {
     /// Leave out what devices say of themselves.
-    #[cfg(feature = "snapshot")]
+    #[cfg(any(test, feature = "snapshot"))]
     pub(in crate::controller) fn without_devices(self) -> StatusReport {
         self.told
     }
@@ -129,17 +131,29 @@ impl State {
             world: job.world,
             running: job.placement.is_some(),
             view: job.view,
-            tree: job.placement.as_ref().map(|placement| {
-                placement.as_ref().map_err(Clone::clone).map(|placement| JobTree {
-                    group: placement.group,
-                    levels: placement.levels,
-                    devices: placement.nodes.iter().map(|node| node.device.name().to_owned()).collect(),
-                    by_reference: placement.ranks_by_reference(),
-                })
-            }),
+            tree: job.placement.as_ref().map(|placed| self.report_tree(job, placed)),
             queue,
             is_offered: standing.is_some_and(|standing| standing != Standing::Waits) || job.placing.is_some(),
         }
+    }
+
+    /// Describe a job's tree. One that is lost is none, though its ranks have yet to ask for another; nor is one of a device
+    /// that is not connected, though its ranks may not have noticed.
+    fn report_tree(&self, job: &Job, placed: &Result<Placement, String>) -> Result<JobTree, String> {
+        let placement = placed.as_ref().map_err(Clone::clone)?;
+        let mut devices = placement.nodes.iter().map(|node| &node.device);
+        if let Some(gone) = devices.find(|device| self.session(&device.key()).is_none()) {
+            return Err(format!("device {} of its tree is not connected", gone.name()));
+        }
+        if job.suspected {
+            return Err(LOST.into());
+        }
+        Ok(JobTree {
+            group: placement.group,
+            levels: placement.levels,
+            devices: placement.nodes.iter().map(|node| node.device.name().to_owned()).collect(),
+            by_reference: placement.ranks_by_reference(),
+        })
     }
 
     fn report_tenants(&self) -> Vec<TenantStatus> {

@@ -1,6 +1,6 @@
 //! Peers that do not read, do not end what they say, claim what can't be, or come in numbers.
 
-use super::super::proto::{ClientReply, ClientRequest, Resumption};
+use super::super::proto::{ClientReply, ClientRequest, JoinRefusal, Resumption};
 use super::replan::{Raw, SOON, of, request, why};
 use super::*;
 use crate::plan::Child;
@@ -310,6 +310,67 @@ fn silent_and_slow_strangers_are_hung_up_on() {
     let silent = TcpStream::connect(controller.local_addr()).expect("a controller");
     assert!(is_hung_up_on(silent), "as much time has passed");
     assert_eq!(member.report().jobs.len(), 1);
+}
+
+/// Whoever adds the last byte to what all peers have waiting is not to blame for the rest.
+#[test]
+fn output_beyond_all_limits_ends_those_that_do_not_read_and_no_other() {
+    let limits = Limits { output_bytes: 1, ..Limits::default() };
+    let controller = Controller::start(ControllerConfig { limits, ..ControllerConfig::new() }).expect("a port");
+    let mut ranks: Vec<Raw> = (0..2).map(|rank| Raw::join_with(&controller, of_job("job", rank, 2), &[])).collect();
+    ranks.iter_mut().for_each(|rank| drop(rank.joined()));
+    let mut deaf = ask_without_reading(&controller);
+    ranks[0].say(ClientRequest::Suspect { view: 0 });
+    assert!(ranks.iter_mut().all(|rank| rank.hear() == ClientReply::Repair { view: 0 }));
+    let report = ranks[1].report();
+    assert_eq!((report.jobs[0].joined, report.jobs[0].world), (2, 2));
+    deaf.set_nonblocking(false).expect("a socket");
+    deaf.set_read_timeout(Some(SOON)).expect("a socket");
+    let ended = deaf.read_to_end(&mut Vec::new());
+    assert!(ended.is_ok() || ended.is_err_and(|error| error.kind() == ErrorKind::ConnectionReset), "hung up on");
+}
+
+#[test]
+fn input_beyond_all_limits_ends_those_that_have_begun_the_most_and_no_other() {
+    let limits = Limits { input_bytes: 100_000, ..Limits::default() };
+    let controller = Controller::start(ControllerConfig { limits, ..ControllerConfig::new() }).expect("a port");
+    // It is refused in the end, for the number of its devices.
+    let long = |devices: usize| {
+        let devices = vec!["x".repeat(100); devices];
+        let mut bytes = Vec::new();
+        send(&mut bytes, &ClientRequest::JoinOn { request: request(0, 1), devices }).expect("memory");
+        bytes
+    };
+    let begun = |bytes: &[u8]| {
+        let mut stream = TcpStream::connect(controller.local_addr()).expect("a controller");
+        stream.set_read_timeout(Some(SOON)).expect("a socket");
+        send(&mut stream, &Greeting::Client).expect("it listens");
+        stream.write_all(bytes).expect("it listens");
+        stream
+    };
+    let greedy = long(950);
+    let mut greedy = begun(&greedy[..greedy.len() - 1]);
+    let modest = long(200);
+    let (early, late) = modest.split_at(modest.len() - 1);
+    let mut modest = begun(early);
+    let ended = greedy.read(&mut [0; 16]);
+    assert!(matches!(ended, Ok(0)) || ended.is_err_and(|error| error.kind() == ErrorKind::ConnectionReset));
+    modest.write_all(late).expect("it listens");
+    let reply = FrameReader::new(modest).recv::<ClientReply>().expect("an answer");
+    assert!(matches!(reply, ClientReply::Refused(JoinRefusal::Limit { .. })), "{reply:?}");
+}
+
+/// Both arrive at once, as far as the controller can tell, and in that order.
+#[test]
+fn rank_that_has_hung_up_is_in_no_report_that_is_asked_for_after_it() {
+    let controller = controller();
+    let mut asks = Raw::dial(&controller);
+    for round in 0..300 {
+        let member = Raw::join_with(&controller, of_job("job", 0, 2), &[]);
+        while asks.report().jobs.is_empty() {}
+        drop(member);
+        assert!(asks.report().jobs.is_empty(), "round {round}");
+    }
 }
 
 #[test]

@@ -87,6 +87,33 @@ fn what_an_earlier_controller_has_left_is_waited_for() {
     assert_eq!(of(&replan(std::slice::from_mut(&mut rank), 0)[0]).leaf, "leaf0");
 }
 
+/// What the device was short of was freed after it had refused, and before it counted: it never counts fewer.
+#[test]
+fn refusal_that_was_stale_when_the_device_counted_is_tried_again() {
+    let controller = quick();
+    let has_refused = AtomicBool::new(false);
+    let answer = move |request: &Request| match request {
+        Request::CreateGroup(_) if !has_refused.swap(true, Ordering::Relaxed) => {
+            Reply::with(Response::Refused(Refusal::NoSlots { need: 512 }))
+        }
+        Request::Stats => Reply::with(Response::Stats(Stats {
+            boot_id: BootId(1),
+            groups: 0,
+            trees: 0,
+            slots_used: 0,
+            slot_memory_used_bytes: 0,
+            stack: None,
+            counters: Counters::default(),
+        })),
+        _ => Reply::Yes,
+    };
+    let _device = Device::serve(&controller, announce("leaf0", 1, None), answer);
+    let mut rank = Raw::join_with(&controller, request(0, 1), &[]);
+    assert!(why(&rank.joined()).starts_with("device leaf0: it refused"));
+    while !matches!(rank.hear_all(), ClientReply::Offer { view: 0 }) {}
+    assert_eq!(of(&replan(std::slice::from_mut(&mut rank), 0)[0]).leaf, "leaf0");
+}
+
 /// A device that is silent is not asked; when it answers again, though late, who went without it is offered a tree.
 #[test]
 fn a_device_that_was_silent_for_a_while_is_used_again() {

@@ -147,6 +147,27 @@ pub(super) fn end(device: Device, controller: &Controller) {
 }
 
 #[test]
+fn report_shows_no_tree_that_is_lost_or_of_a_device_that_is_gone() {
+    let controller = controller();
+    let device = Device::start(&controller, "leaf0", None, None);
+    let (mut ranks, _) = begin(&controller, 2, &[]);
+    let tree = |rank: &mut Raw| rank.report().jobs[0].tree.clone().expect("it runs");
+    assert!(tree(&mut ranks[0]).is_ok());
+    end(device, &controller);
+    // The ranks have a second to find out.
+    assert_eq!(tree(&mut ranks[0]), Err("device leaf0 of its tree is not connected".into()));
+    let _device = Device::start(&controller, "leaf0", None, None);
+    assert!(ranks.iter_mut().all(|rank| rank.hear() == ClientReply::Repair { view: 0 }));
+    let other = Device::start(&controller, "leaf1", None, None);
+    let after = replan(&mut ranks[..], 0);
+    assert!(after.iter().all(|membership| membership.tree.is_ok()));
+    ranks[0].say(ClientRequest::Suspect { view: 1 });
+    assert_eq!(ranks[0].hear(), ClientReply::Repair { view: 1 });
+    assert_eq!(tree(&mut ranks[0]), Err("its tree is lost".into()));
+    drop(other);
+}
+
+#[test]
 fn a_job_moves_to_the_other_device_and_the_first_one_is_freed() {
     let controller = controller();
     let devices = ["leaf0", "leaf1"].map(|name| Device::start(&controller, name, None, None));

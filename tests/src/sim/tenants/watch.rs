@@ -45,6 +45,8 @@ pub(super) struct Watch {
 struct Seen {
     /// At which look it came into the queue, if it is there.
     since: Option<u64>,
+    /// The same, as long as it waits or is being served.
+    entered: Option<u64>,
     has: bool,
     /// Its ranks have been told something, and with it what a declared order means.
     runs: bool,
@@ -156,19 +158,25 @@ impl World<'_, '_> {
             let index = index_in(&status.name, "job");
             let seen = self.watch.jobs.entry(index).or_default();
             // Who comes straight from joining has something when the devices have said so.
-            let is_given = status.is_offered && seen.since.is_some();
+            let is_given = status.is_offered && seen.entered.is_some();
             let has = is_given || matches!(status.tree, Some(Ok(_)));
             if has && !seen.has {
-                served.push((index, seen.since, seen.runs));
+                served.push((index, (seen.since, seen.entered), seen.runs));
             }
             (seen.has, seen.runs) = (has, status.running);
             match status.queue {
-                None => (seen.since, seen.passed) = (None, 0),
+                None => seen.since = None,
                 Some(_) => _ = seen.since.get_or_insert(look),
+            }
+            // Who is being served keeps its place until it has its tree: a device may refuse it.
+            match status.queue {
+                None if status.is_offered => {}
+                None => (seen.entered, seen.passed) = (None, 0),
+                Some(_) => _ = seen.entered.get_or_insert(look),
             }
         }
         let waits: Vec<&JobStatus> = report.jobs.iter().filter(|job| job.queue.is_some()).collect();
-        for (job, came, ran) in served {
+        for (job, (came, entered), ran) in served {
             for status in &waits {
                 let other = index_in(&status.name, "job");
                 let plans = [&self.plan.jobs[job], &self.plan.jobs[other]];
@@ -194,10 +202,11 @@ impl World<'_, '_> {
                     return Err(violation("order of the queue", what));
                 }
                 let seen = self.watch.jobs.entry(other).or_default();
+                if entered.is_some_and(|entered| seen.entered.unwrap_or(look) >= entered) {
+                    continue;
+                }
                 seen.passed += 1;
-                // Those that a device refuses come back to the queue, where they keep their place, and look as if they had
-                // come after this one.
-                if self.plan.rooms.len() == 1 && !is_disturbed && seen.passed > PASSES_MAX {
+                if self.plan.rooms.len() == 1 && seen.passed > PASSES_MAX {
                     let what = format!("job {other} was passed over {} times", seen.passed);
                     return Err(violation("passed over too often", what));
                 }
