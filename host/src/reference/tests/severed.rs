@@ -161,12 +161,21 @@ fn severing_undoes_no_write_of_threads_that_have_other_parts() {
     let desc =
         sumac_hal::op::OpDesc::all_reduce(sumac_hal::op::Dtype::U32, sumac_hal::op::ReduceOp::Sum, own.len() as u64);
     let own_pages = page as u64..3 * page as u64;
+    let own_base = own.as_ptr();
     let mut lent = Lent::InPlace(bytemuck::cast_slice_mut(own));
     post(&mut driver, desc, &mut lent);
     driver.pump(&mut lent);
     let exposed: Vec<_> = driver.endpoint.exposed().map(|(_, at, len)| (at.offset_bytes, len as u64)).collect();
     assert!(!exposed.is_empty() && driver.endpoint.on_its_way() > exposed.len() as u64, "{exposed:?}");
     assert!(exposed.iter().all(|&(at, len)| own_pages.contains(&at) && at + len <= own_pages.end), "{exposed:?}");
+    // The device answers fences until it has the contributions, and then writes to their destinations.
+    let written_to = own_base.wrapping_byte_add(exposed[0].0 as usize - start);
+    let deadline = Instant::now() + Duration::from_secs(30);
+    // SAFETY: it is a word of the operation's part, which nobody in this process uses meanwhile.
+    while unsafe { written_to.read_volatile() } != 0xdddd_dddd {
+        assert!(Instant::now() < deadline, "the device does not write");
+        std::thread::yield_now();
+    }
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let writers = [left.last_mut().expect("some"), &mut right[0]].map(|word| {
@@ -185,8 +194,10 @@ fn severing_undoes_no_write_of_threads_that_have_other_parts() {
                 (written, undone)
             })
         });
-        assert_eq!(driver.fence(), Fence::Severed);
+        let fence = driver.fence();
+        // Before anything can fail, as the scope waits for its threads.
         over.store(true, Ordering::Relaxed);
+        assert_eq!(fence, Fence::Severed);
         for (written, undone) in writers.map(|writer| writer.join().expect("no panic")) {
             assert!(written > 0 && undone == 0, "{undone} of {written} writes are undone");
         }
