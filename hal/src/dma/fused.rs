@@ -1,17 +1,18 @@
 //! Sums of shared memory that are added as they are read, for the commonest types.
 //!
-//! What [`shared`](super::shared) copies first and `reduce` combines then goes through the nearest cache twice. Here a loop
-//! in assembler, which is in assembler for the same reason, reads each byte of a source once, straight into a register,
-//! and adds it to accumulators of this side's own.
+//! What [`shared`](super::shared) copies first and `reduce` combines then goes through the nearest cache twice. Here a
+//! loop, in assembler for the same reason as there, reads each byte of a source once, straight into a register, and adds
+//! to accumulators of this side's own.
 //!
 //! Invariant: the bits are those of [`Kernel::combine`], but for payloads of NaNs, of which partials may have any
-//! (`reduce`): the same additions, rounded once each, in the mode that Rust runs in. A processor without an implementation
-//! here, and Miri, do none.
+//! (`reduce`): the same additions, rounded once each, in the mode that Rust runs in. Processors without an implementation
+//! here, and Miri, add nothing.
 
 use crate::reduce::Kernel;
 
-/// Combine the first elements of shared memory into accumulators; return how many. The rest is up to who calls: a few, or
-/// all, where there is no loop for this kernel or this processor.
+/// Combine the first elements of shared memory into accumulators; return how many.
+///
+/// The rest is up to who calls: a few, or all, where there is no loop for this kernel or this processor.
 ///
 /// # Safety
 /// As many elements from `from` on as there are accumulators can be read by this process, whatever its peers do.
@@ -44,9 +45,10 @@ mod imp {
     }
 
     /// Add four vectors of elements a turn to the accumulators from `$to` to `$end`. `$read` takes `$size` bytes of elements
-    /// to a vector of `$len` bytes, `$widen` makes accumulators of four of them, and `$add` adds. `$line`s are where cache lines begin in
-    /// the elements of a turn: those of one soon to come are prefetched, as sources are read by parts too short for
-    /// processors to notice a stream.
+    /// to a vector of `$len` bytes, `$widen` makes accumulators of four of them, and `$add` adds.
+    ///
+    /// `$line`s are where cache lines begin in the elements of a turn. Those of one soon to come are prefetched: sources
+    /// are read by parts too short for a processor to notice the stream.
     macro_rules! turns {
         (
             $class:ident, $len:literal, ($to:ident, $end:ident, $from:ident),
@@ -101,9 +103,10 @@ mod imp {
                 }
                 let to = acc.as_mut_ptr();
                 let end = to.wrapping_add(whole);
-                // SAFETY: every loop reads the elements of `whole` bytes of accumulators, which the caller has promised, reads
-                // and writes those accumulators, which are borrowed, both at any alignment, and changes these registers
-                // only. Nothing depends on what is read but what is written. What is prefetched need not exist.
+                // SAFETY: every loop reads the elements of `whole` bytes of accumulators, which the caller has promised,
+                // reads and writes those accumulators, which are borrowed, both at any alignment, and changes these
+                // registers and the flags only. What a peer writes meanwhile changes the sums and neither addresses
+                // nor lengths. What is prefetched need not exist.
                 unsafe {
                     match kernel.dtype() {
                         Dtype::F32 => turns!($class, $len, (to, end, from), "vmovups" $len $lines [] "vaddps"),
@@ -197,8 +200,8 @@ mod tests {
         }
     }
 
-    /// Return `count` little-endian values of `size_bytes` bytes out of random bits, of which some are made special: zero,
-    /// infinity, NaN, or a subnormal, of either sign, of the type whose exponent and fraction have so many bits.
+    /// Return little-endian values out of random bits, of which some are made special: zero, infinity, NaN, or a
+    /// subnormal, of either sign, of the type whose exponent and fraction have so many bits.
     fn values(bits: &[u64], size_bytes: usize, (exponent, fraction): (u32, u32)) -> Vec<u8> {
         let (ones, sign) = (((1_u64 << exponent) - 1) << fraction, 1_u64 << (exponent + fraction));
         let each = bits.iter().map(|&bits| match bits % 8 {
@@ -223,7 +226,9 @@ mod tests {
     proptest! {
         #[test]
         fn fused_sum_equals_kernel(
-            bits in proptest::collection::vec(any::<(u64, u64)>(), 0..400), dtype in 0..DTYPES.len(), skip in 0..9_usize,
+            bits in proptest::collection::vec(any::<(u64, u64)>(), 0..400),
+            dtype in 0..DTYPES.len(),
+            skip in 0..9_usize,
         ) {
             let kernel = Kernel::new(DTYPES[dtype], ReduceOp::Sum).expect("sums");
             let (acc, src): (Vec<u64>, Vec<u64>) = bits.into_iter().unzip();
