@@ -95,7 +95,7 @@ impl Cluster {
     ) -> Vec<R> {
         let addr = self.controller.local_addr();
         let run = |number| {
-            let mut config = JoinConfig::new(addr, job, number, world);
+            let mut config = JoinConfig::new(addr, job_name(job), number, world);
             config.join_timeout = Duration::from_secs(20);
             configure(&mut config);
             rank(Communicator::join(config).expect("join"))
@@ -105,6 +105,13 @@ impl Cluster {
             ranks.into_iter().map(|rank| rank.join().expect("a rank panicked")).collect()
         })
     }
+}
+
+/// Return a job's name that a controller takes for what a case is called.
+// Not every test has communicators.
+#[allow(dead_code)]
+pub(crate) fn job_name(case: &str) -> String {
+    case.replace(|c: char| !c.is_ascii_alphanumeric(), "-")
 }
 
 /// Start a board and wait until the controller knows it.

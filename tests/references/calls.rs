@@ -1,5 +1,6 @@
 //! Operations as all ranks call them, the memory that each rank calls them with, and what has to be there afterwards.
 
+use rustix::param::page_size;
 use std::ops::Range;
 use sumac::{Buffer, Buffers, Collective, Communicator, OpDesc, Order, Outcome, Path, ReduceOp, Transfer};
 use sumac_hal::op::Dtype;
@@ -207,16 +208,28 @@ fn same(found: &[u8], expected: &[u8], what: &str) -> Result<(), String> {
 pub(crate) fn check_by_reference(call: &Call, way: Way, rank: usize, outcome: &Outcome) -> Result<(), String> {
     let (given, taken) = (call.given(rank).len(), call.taken(rank).len());
     // A scalar is applied on the way into memory of the communicator's own.
-    let scaled = call.desc.op == Some(ReduceOp::PremulSum) && !way.in_place;
+    let scaled = call.desc.op == Some(ReduceOp::PremulSum);
     // An engine that combines wants values where they are aligned.
     let reaches = |registered: bool| registered && way.skip.is_multiple_of(call.value_bytes());
     let output = reaches(if way.in_place { way.registered_input } else { way.registered_output });
+    // A result on pages that hold other bytes too is not the device's to write.
+    let output = output && has_whole_page(call, way, rank);
     let bounces = given > 0 && (!reaches(way.registered_input) || scaled) || taken > 0 && !output;
     let transfer = if bounces { Transfer::Bounced } else { Transfer::Registered };
     let wire_bytes = (given * call.desc.element_bytes()) as u64;
     let found = (outcome.path, outcome.transfer, outcome.wire_bytes, outcome.retransmits, &outcome.fallback);
     let expected = (Path::Tree, Some(transfer), wire_bytes, 0, &None);
     if found == expected { Ok(()) } else { Err(format!("{found:?} where {expected:?} was expected")) }
+}
+
+/// Tell whether some page holds nothing but a rank's output; registered memory begins with a page.
+fn has_whole_page(call: &Call, way: Way, rank: usize) -> bool {
+    let (taken, each) = (call.taken(rank), call.desc.element_bytes());
+    let skipped = if way.in_place { taken.start * each } else { 0 };
+    let start = MARGIN + way.skip + skipped;
+    let end = start + taken.len() * each;
+    let page = page_size();
+    start.next_multiple_of(page) < end / page * page
 }
 
 /// A leaf with these ranks, in order.

@@ -1,7 +1,7 @@
 //! How many bytes move where: each of a rank's once, and between levels once for each leaf.
 
 use crate::calls::{Arena, Call, Way, check_by_reference, leaf};
-use crate::common::Cluster;
+use crate::common::{Cluster, job_name};
 use crate::seats::shape;
 use std::sync::Barrier;
 use std::thread;
@@ -34,7 +34,7 @@ fn counters(cluster: &Cluster) -> Vec<(String, Counters)> {
 /// The devices of a job's tree, root first.
 fn devices(cluster: &Cluster, job: &str) -> Vec<String> {
     let report = status(cluster.controller.local_addr()).expect("a report");
-    let job = report.jobs.into_iter().find(|other| other.name == job).expect("it runs");
+    let job = report.jobs.into_iter().find(|other| other.name == job_name(job)).expect("it runs");
     let tree = job.tree.expect("complete").expect("a tree");
     assert_eq!((tree.by_reference, tree.levels), (job.world, 2));
     tree.devices

@@ -1,6 +1,6 @@
 //! Ranks that only join: what a controller gives to jobs of some shape.
 
-use crate::common::Cluster;
+use crate::common::{Cluster, job_name};
 use std::thread;
 use std::time::{Duration, Instant};
 use sumac::controller::proto::{JoinRequest, Membership, Terms};
@@ -22,7 +22,7 @@ pub(crate) fn memberships(
 ) -> Vec<Membership> {
     let join = |rank| {
         let request = JoinRequest {
-            job: job.into(),
+            job: job_name(job),
             rank: Rank(rank),
             world,
             host: None,

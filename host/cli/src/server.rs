@@ -61,6 +61,11 @@ pub(crate) struct ControllerArgs {
     #[arg(long, value_name = "N", default_value_t = Limits::default().devices,
           value_parser = RangedU64ValueParser::<usize>::new().range(1..=1 << 16))]
     max_devices: usize,
+    /// The longest that a device which ends soon after it has come, again and again, is given no job, in seconds; the
+    /// back-off begins with one second and doubles. 0: none
+    #[arg(long, value_name = "SECONDS", default_value_t = Limits::default().device_backoff.as_secs(),
+          value_parser = clap::value_parser!(u64).range(0..=86_400))]
+    device_backoff: u64,
     /// Take the tree where there is one, whatever it costs
     #[arg(long, hide = true, conflicts_with = "overrides")]
     prefer_tree: bool,
@@ -145,7 +150,8 @@ pub(crate) fn run_controller(args: &ControllerArgs) -> Result<(), Failure> {
     config.lease = Duration::from_secs(args.lease_s);
     config.quotas = quota::all(&args.quotas).map_err(Failure::Input)?;
     let (connections, jobs, devices) = (args.max_connections, args.max_jobs, args.max_devices);
-    config.limits = Limits { connections, jobs, devices, ..config.limits };
+    let device_backoff = Duration::from_secs(args.device_backoff);
+    config.limits = Limits { connections, jobs, devices, device_backoff, ..config.limits };
     take_descriptors(connections);
     let controller = Controller::start(config).map_err(Failure::input)?;
     announce(&format!("{LISTENING}{}", controller.local_addr()))?;

@@ -54,6 +54,9 @@ pub struct Limits {
     pub idle: Duration,
     /// How long a peer may read nothing of what waits for it.
     pub stalled: Duration,
+    /// The longest that a device which ends soon after it has come, again and again, is given no job. The back-off begins
+    /// with one second and doubles up to this; zero: none.
+    pub device_backoff: Duration,
 }
 
 impl Default for Limits {
@@ -68,6 +71,7 @@ impl Default for Limits {
             greeting: Duration::from_secs(10),
             idle: Duration::from_secs(60),
             stalled: Duration::from_secs(30),
+            device_backoff: Duration::from_secs(32),
         }
     }
 }

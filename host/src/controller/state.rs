@@ -280,7 +280,7 @@ impl State {
             books: Books::new(config.quotas.clone()),
             queue: Queue::default(),
             planning: Planning::default(),
-            restarts: Restarts::default(),
+            restarts: Restarts::new(config.limits.device_backoff),
             next_view: NextView::at(started_ms),
             entropy,
             devices_by: Instant::now() + ABSENCE,

@@ -127,7 +127,13 @@ pub(crate) fn spawn_controller(
         Source::File(path) => (path.to_string_lossy().into_owned(), Vec::new()),
         Source::Toml(text) => ("-".to_owned(), text.clone().into_bytes()),
     };
-    let own = ["controller".into(), format!("--listen={listen}"), format!("--topology={topology}")];
+    // What ends its devices is meant to, as often as it does.
+    let own = [
+        "controller".into(),
+        format!("--listen={listen}"),
+        format!("--topology={topology}"),
+        "--device-backoff=0".into(),
+    ];
     let preference = match config.preference {
         Preference::Cost => None,
         Preference::File(path) => Some(format!("--overrides={}", path.display())),

@@ -57,7 +57,8 @@ impl Cluster {
         let (shm, has_fabric) = (dev_shm(), !fabric.is_empty());
         let topology: &[_] = if has_fabric { &["--topology", "-"] } else { &[] };
         // Ranks that may choose take the tree while there is one.
-        let own = ["controller", "--listen", "127.0.0.1:0", "--prefer-tree"];
+        // Devices are killed again and again, and are to be back at once.
+        let own = ["controller", "--listen", "127.0.0.1:0", "--prefer-tree", "--device-backoff", "0"];
         let mut controller = serve_with(&[&own, topology].concat(), fabric);
         let line = controller.line();
         let addr = line.strip_prefix("listening ").and_then(|addr| addr.parse().ok()).expect("an address");

@@ -13,9 +13,8 @@ const STEADY: Duration = Duration::from_secs(10);
 /// How many short connections in a row are let pass.
 const SHORT_FREE: u32 = 2;
 
-/// The first pause, and the longest.
+/// The first pause; the longest is [`Limits::device_backoff`](crate::controller::limits::Limits::device_backoff).
 const PAUSE: Duration = Duration::from_secs(1);
-const PAUSE_MAX: Duration = Duration::from_secs(32);
 
 /// How long a device that is gone is remembered.
 const MEMORY: Duration = Duration::from_secs(120);
@@ -33,22 +32,32 @@ struct Record {
 }
 
 /// Devices by name.
-#[derive(Debug, Default)]
-pub(super) struct Restarts(BTreeMap<String, Record>);
+#[derive(Debug)]
+pub(super) struct Restarts {
+    records: BTreeMap<String, Record>,
+    pause_max: Duration,
+}
 
 impl Restarts {
+    /// Pauses double up to `pause_max`; zero: there are none.
+    pub(super) const fn new(pause_max: Duration) -> Self {
+        Self { records: BTreeMap::new(), pause_max }
+    }
+
     fn note_come(&mut self, name: &str, now: Instant) {
-        self.0.retain(|_, record| record.gone.is_none_or(|gone| now.saturating_duration_since(gone) < MEMORY));
+        self.records.retain(|_, record| record.gone.is_none_or(|gone| now.saturating_duration_since(gone) < MEMORY));
         let new = || Record { steady_from: now, gone: None, short: 0, rests_until: None };
-        let record = self.0.entry(name.to_owned()).or_insert_with(new);
+        let record = self.records.entry(name.to_owned()).or_insert_with(new);
         let doublings = record.short.checked_sub(SHORT_FREE + 1);
-        let pause = doublings.map(|times| PAUSE.saturating_mul(1 << times.min(16)).min(PAUSE_MAX));
+        let pause = doublings
+            .map(|times| PAUSE.saturating_mul(1 << times.min(16)).min(self.pause_max))
+            .filter(|pause| !pause.is_zero());
         (record.gone, record.rests_until) = (None, pause.map(|pause| now + pause));
         record.steady_from = record.rests_until.unwrap_or(now);
     }
 
     fn note_gone(&mut self, name: &str, now: Instant) {
-        let Some(record) = self.0.get_mut(name) else { return };
+        let Some(record) = self.records.get_mut(name) else { return };
         let lasted = now.saturating_duration_since(record.steady_from);
         record.rests_until = None;
         record.short = if lasted < STEADY { record.short.saturating_add(1) } else { 0 };
@@ -58,15 +67,15 @@ impl Restarts {
     /// Let those go on whose pause is over. Returns whether there were any, and when the next is.
     fn expire(&mut self, now: Instant) -> (bool, Option<Instant>) {
         let mut is_over = false;
-        for record in self.0.values_mut() {
+        for record in self.records.values_mut() {
             is_over |= record.rests_until.take_if(|until| *until <= now).is_some();
         }
-        (is_over, self.0.values().filter_map(|record| record.rests_until).min())
+        (is_over, self.records.values().filter_map(|record| record.rests_until).min())
     }
 
     /// Return those on which no job is placed now.
     pub(super) fn resting(&self) -> BTreeSet<String> {
-        let resting = self.0.iter().filter(|(_, record)| record.rests_until.is_some());
+        let resting = self.records.iter().filter(|(_, record)| record.rests_until.is_some());
         resting.map(|(name, _)| name.clone()).collect()
     }
 }
@@ -102,14 +111,26 @@ impl State {
 mod tests {
     use super::*;
 
+    const PAUSE_MAX: Duration = Duration::from_secs(32);
+
+    #[test]
+    fn device_without_backoff_is_never_left_alone() {
+        let (mut restarts, now) = (Restarts::new(Duration::ZERO), Instant::now());
+        for _ in 0..10 {
+            restarts.note_come("d", now);
+            assert!(restarts.resting().is_empty());
+            restarts.note_gone("d", now);
+        }
+    }
+
     #[test]
     fn pause_doubles_with_each_short_connection_and_ends_with_a_long_one() {
-        let mut restarts = Restarts::default();
+        let mut restarts = Restarts::new(PAUSE_MAX);
         let mut now = Instant::now();
         let mut pauses = Vec::new();
         for _ in 0..10 {
             restarts.note_come("d", now);
-            let until = restarts.0["d"].rests_until;
+            let until = restarts.records["d"].rests_until;
             pauses.push(until.map_or(0, |until| (until - now).as_secs()));
             now = until.unwrap_or(now) + Duration::from_secs(1);
             assert_eq!(restarts.expire(now), (until.is_some(), None));
@@ -123,6 +144,6 @@ mod tests {
         assert!(restarts.resting().is_empty(), "it has been there for long");
         restarts.note_gone("d", now);
         restarts.note_come("other", now + MEMORY);
-        assert_eq!(restarts.0.len(), 1, "who is gone is forgotten");
+        assert_eq!(restarts.records.len(), 1, "who is gone is forgotten");
     }
 }
