@@ -233,11 +233,11 @@ fn published_checksum_is_of_what_the_steps_before_wrote() {
     let part = Covers { skip_bytes: REDO as u32 + 20, len_bytes: 300 };
     let chains: [(&str, Vec<Step>, Covers); 10] = [
         ("in place", vec![copy(0, REDO, COUNT * 4), add(f32, 604), store(f32, acc)], whole(REDO, 4)),
-        ("rounded elsewhere", vec![load.clone(), add(bf16, 302), store(bf16, bounce)], whole(BOUNCE, 2)),
-        ("accumulators of what is rounded", vec![load.clone(), store(bf16, bounce)], whole(REDO, 4)),
+        ("rounded elsewhere", vec![load, add(bf16, 302), store(bf16, bounce)], whole(BOUNCE, 2)),
+        ("accumulators of what is rounded", vec![load, store(bf16, bounce)], whole(REDO, 4)),
         ("a sum", vec![copy(0, REDO, COUNT * 4), add(f32, 604)], whole(REDO, 4)),
         ("a copy", vec![copy(3, REDO, COUNT * 4)], whole(REDO, 4)),
-        ("a copy of a sum", vec![copy(0, REDO, COUNT * 4), add(f32, 604), move_on.clone()], whole(BOUNCE, 4)),
+        ("a copy of a sum", vec![copy(0, REDO, COUNT * 4), add(f32, 604), move_on], whole(BOUNCE, 4)),
         ("a copy over another", vec![copy(0, REDO, COUNT * 4), copy(1, REDO, COUNT * 4)], whole(REDO, 4)),
         ("a copy of a copy", vec![copy(0, REDO, COUNT * 4), move_on], whole(BOUNCE, 4)),
         ("a part of a copy", vec![copy(0, REDO, COUNT * 4)], part),
