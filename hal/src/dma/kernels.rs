@@ -2,16 +2,19 @@
 //!
 //! Kernels work on slices, and of shared memory there are none ([`shared`](super::shared)): elements are copied, block by
 //! block, into a [`Workspace`] of this side's own that stays in its caches, combined there, and copied back. What goes on
-//! being used is kept there: accumulators, while one contribution after the other comes.
+//! being used is kept there: accumulators, while one contribution after the other comes. Sums of the commonest types add
+//! contributions to them without a copy ([`fused`]).
 //!
 //! All of it is `reduce`'s kernels. What is added here are accumulators in a narrow type itself, as inline-reducing
 //! hardware has them: widen both operands, combine, round. One rounding of an exact widening is what such hardware
 //! does: f32 has more than twice the digits of the narrow types and two more, so its own rounding is invisible (Figueroa,
 //! "When is double rounding innocuous?", 1995).
 
+use super::fused;
 use super::shared::{copy_in, copy_out, transfer};
 use crate::op::{Dtype, ReduceOp};
 use crate::reduce::Kernel;
+use crate::wire::Crc32c;
 
 /// Bytes of f32 accumulators that a narrow reduction works in at a time: they stay in the L1 cache.
 const BLOCK: usize = 4096;
@@ -84,11 +87,12 @@ pub(crate) struct Elements {
 #[repr(align(64))]
 struct Block<const LEN_BYTES: usize>([u8; LEN_BYTES]);
 
-/// Bytes that a workspace keeps: with as much of a source beside it, they stay in any L1 cache. Boards without an operating
-/// system have less memory. Tests have many tiles of few bytes.
+/// Bytes that a workspace keeps: with a part of a source beside it, they stay in an L1 cache of 32 KiB. Longer ones read
+/// sources from memory faster, and are slower where all is in a cache. Boards without an operating system have less memory.
+/// Tests have many tiles of few bytes.
 pub(crate) const KEPT_LEN_BYTES: usize = match (cfg!(test), cfg!(feature = "std")) {
     (true, _) => 64,
-    (false, true) => 8 << 10,
+    (false, true) => 16 << 10,
     (false, false) => 1 << 10,
 };
 
@@ -116,16 +120,24 @@ impl Workspace {
     }
 
     /// Do a step to `count` elements at two places, of which each is at most [`KEPT_LEN_BYTES`] long, but for copies.
-    /// `is_kept` says that the next step uses what this one writes.
+    /// `is_kept` says that the next step uses what this one writes. `crc` takes in what this one writes.
     ///
     /// # Safety
     /// This process can read and write both places, whatever its peers do, until [`Workspace::flush`] returns. They are
     /// disjoint, or, to finish, one. Among the places since the last flush, those that are written are disjoint from all
     /// others that are not the same.
-    pub(crate) unsafe fn step(&mut self, action: Action, count: usize, dst: Elements, src: Elements, is_kept: bool) {
+    pub(crate) unsafe fn step(
+        &mut self,
+        action: Action,
+        count: usize,
+        dst: Elements,
+        src: Elements,
+        is_kept: bool,
+        mut crc: Option<&mut Crc32c>,
+    ) {
         if let Action::Copy = action {
             // SAFETY: the caller's promise.
-            unsafe { self.copy(dst, src, is_kept) };
+            unsafe { self.copy(dst, src, is_kept, crc) };
             return;
         }
         let goes_elsewhere = self.held == Some(src) && self.held != Some(dst);
@@ -135,12 +147,19 @@ impl Workspace {
             self.is_dirty = true;
         }
         if let Action::Finish(..) = action {
-            action.apply(&mut self.kept.0[..dst.len_bytes], &[]);
+            let kept = &mut self.kept.0[..dst.len_bytes];
+            action.apply(kept, &[]);
+            take_in(crc, kept);
             return;
+        }
+        let mut done = 0;
+        if let (Action::Combine(kernel), false) = (action, goes_elsewhere) {
+            // SAFETY: the caller's promise: the source has an element for each of the accumulators that are held.
+            done = unsafe { fused::combine(kernel, &mut self.kept.0[..dst.len_bytes], src.base) };
         }
         let (dst_bytes, src_bytes) = (dst.len_bytes / count, src.len_bytes / count);
         let block = COMING_LEN_BYTES / dst_bytes.max(src_bytes);
-        for from in (0..count).step_by(block) {
+        for from in (done..count).step_by(block) {
             let elements = block.min(count - from);
             let (to, of) = (from * dst_bytes, from * src_bytes);
             let (to_len, of_len) = (elements * dst_bytes, elements * src_bytes);
@@ -153,6 +172,7 @@ impl Workspace {
                         copy_out(coming, dst.base.add(to));
                     }
                     action.apply(coming, kept);
+                    take_in(crc.as_deref_mut(), coming);
                     copy_in(dst.base.add(to), coming);
                 } else {
                     let (kept, coming) = (&mut self.kept.0[to..][..to_len], &mut self.coming.0[..of_len]);
@@ -161,19 +181,36 @@ impl Workspace {
                 }
             }
         }
+        if !goes_elsewhere {
+            take_in(crc, &self.kept.0[..dst.len_bytes]);
+        }
     }
 
     /// # Safety
     /// As [`Workspace::step`].
-    unsafe fn copy(&mut self, dst: Elements, src: Elements, is_kept: bool) {
+    unsafe fn copy(&mut self, dst: Elements, src: Elements, is_kept: bool, mut crc: Option<&mut Crc32c>) {
         // SAFETY: the caller's promise, for all of it. Copies have one length on both sides.
         unsafe {
             if self.held == Some(src) {
-                copy_in(dst.base, &self.kept.0[..src.len_bytes]);
+                let kept = &self.kept.0[..src.len_bytes];
+                take_in(crc, kept);
+                copy_in(dst.base, kept);
             } else if is_kept && src.len_bytes <= KEPT_LEN_BYTES {
                 self.hold(dst, false);
-                copy_out(&mut self.kept.0[..src.len_bytes], src.base);
+                let kept = &mut self.kept.0[..src.len_bytes];
+                copy_out(kept, src.base);
+                take_in(crc, kept);
                 self.is_dirty = true;
+            } else if crc.is_some() {
+                if self.held == Some(dst) {
+                    (self.held, self.is_dirty) = (None, false);
+                }
+                for at in (0..src.len_bytes).step_by(COMING_LEN_BYTES) {
+                    let coming = &mut self.coming.0[..COMING_LEN_BYTES.min(src.len_bytes - at)];
+                    copy_out(coming, src.base.add(at));
+                    take_in(crc.as_deref_mut(), coming);
+                    copy_in(dst.base.add(at), coming);
+                }
             } else {
                 // What is held of the destination is overwritten.
                 if self.held == Some(dst) {
@@ -217,6 +254,13 @@ impl Workspace {
 unsafe impl Send for Workspace {}
 // SAFETY: through a shared borrow nothing of it is used.
 unsafe impl Sync for Workspace {}
+
+/// Carry a checksum on, if there is one.
+fn take_in(crc: Option<&mut Crc32c>, bytes: &[u8]) {
+    if let Some(crc) = crc {
+        crc.update(bytes);
+    }
+}
 
 fn combine_narrow(kernel: Kernel, dst: &mut [u8], src: &[u8]) {
     let mut wide = [0; BLOCK];

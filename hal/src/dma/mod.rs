@@ -36,6 +36,7 @@
 
 mod capabilities;
 mod descriptor;
+mod fused;
 pub(crate) mod kernels;
 mod memory;
 mod processor;

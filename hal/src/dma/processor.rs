@@ -144,7 +144,7 @@ impl<'m, const REGIONS: usize, const COMPLETIONS: usize> Processor<'m, REGIONS, 
             // whenever it likes, spoils the numbers and nothing else: they are copied before they are used, and none is an
             // index or a length.
             unsafe {
-                self.workspace.step(action, elements, cut(dst, dst_bytes), cut(src, src_bytes), false);
+                self.workspace.step(action, elements, cut(dst, dst_bytes), cut(src, src_bytes), false, None);
                 self.workspace.flush();
             }
         }

@@ -15,7 +15,8 @@
 use super::map::{Map, Pin};
 use crate::dma::kernels::{Action, Elements, KEPT_LEN_BYTES, Workspace};
 use crate::dma::shared::covers_word;
-use crate::dma::{Address, Backing, Capabilities, RegionKey, Status, Step};
+use crate::dma::{Address, Backing, Capabilities, Covers, RegionKey, Status, Step};
+use crate::wire::Crc32c;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 /// Bytes of each copy that a tile covers, where there are only copies: a part of any L2 cache, and long enough that the cost
@@ -52,6 +53,11 @@ struct Span {
 impl Span {
     fn is_same(&self, other: &Self) -> bool {
         (self.backing, self.size_bytes, self.len_bytes) == (other.backing, other.size_bytes, other.len_bytes)
+    }
+
+    /// Tell whether both are the same bytes, whatever the elements.
+    fn has_bytes_of(&self, other: &Self) -> bool {
+        (self.backing, self.len_bytes) == (other.backing, other.len_bytes)
     }
 
     fn overlaps(&self, other: &Self) -> bool {
@@ -108,20 +114,21 @@ impl<'a> Runner<'a> {
                 }
             }
         }
-        let mut at = 0;
+        let (mut at, mut sum) = (0, None);
         while at < self.steps.len() {
             if aborted() {
                 ended = (Status::Aborted, at);
                 break;
             }
             if let Work::Publish(words, covered) = self.steps[at].work {
-                publish(self.steps[at].dst, words, covered);
+                publish(self.steps[at].dst, words, covered, sum.take());
                 at += 1;
                 continue;
             }
             let (end, tiled) = self.group(at);
+            sum = self.summed(at, end);
             // SAFETY: the regions of all steps are pinned until this returns.
-            if !unsafe { run_group(&mut self.workspace, &self.steps[at..end], tiled, &aborted) } {
+            if !unsafe { run_group(&mut self.workspace, &self.steps[at..end], tiled, &mut sum, &aborted) } {
                 ended = (Status::Aborted, at);
                 break;
             }
@@ -225,6 +232,21 @@ impl<'a> Runner<'a> {
         // A first step that fits no group of its own count is done alone.
         if end == first { (first + 1, false) } else { (end, end - first > 1) }
     }
+
+    /// Return the step of a group that writes what the publication right behind it covers, if it writes exactly that: its
+    /// checksum is taken as it is written, while it is in the nearest cache.
+    fn summed(&self, first: usize, end: usize) -> Option<Sum> {
+        let Some(Resolved { work: Work::Publish(_, Some(covered)), .. }) = self.steps.get(end) else { return None };
+        let last = self.steps[first..end].iter().rposition(|step| step.dst.overlaps(covered))?;
+        let is_whole = self.steps[first + last].dst.has_bytes_of(covered);
+        is_whole.then(|| Sum { step: last, crc: Crc32c::new() })
+    }
+}
+
+/// The checksum of what a step of a group writes.
+struct Sum {
+    step: usize,
+    crc: Crc32c,
 }
 
 /// Note a span of a group. False if it overlaps another in a way that ties different elements together.
@@ -249,7 +271,13 @@ fn note(spans: &mut Vec<(Span, bool)>, span: Span, written: bool) -> bool {
 ///
 /// # Safety
 /// The steps' spans lie in memory that is pinned until this returns.
-unsafe fn run_group(workspace: &mut Workspace, steps: &[Resolved], tiled: bool, aborted: &impl Fn() -> bool) -> bool {
+unsafe fn run_group(
+    workspace: &mut Workspace,
+    steps: &[Resolved],
+    tiled: bool,
+    sum: &mut Option<Sum>,
+    aborted: &impl Fn() -> bool,
+) -> bool {
     let Some(Resolved { work: Work::Elements { count, .. }, .. }) = steps.first() else { return true };
     let mut widest = 1;
     for step in steps {
@@ -276,12 +304,13 @@ unsafe fn run_group(workspace: &mut Workspace, steps: &[Resolved], tiled: bool, 
                 let reads = matches!(&next.work, Work::Elements { src, .. } if src.is_same(&step.dst));
                 reads || next.dst.is_same(&step.dst)
             });
+            let crc = sum.as_mut().filter(|sum| sum.step == index).map(|sum| &mut sum.crc);
             // SAFETY: both lie within spans that were checked against pinned memory, which is valid for reads and writes
             // of any thread whatever anybody else does (`DmaMemory`). What a step writes is disjoint from what others
             // touch unless that is the same (`note`, `resolve`). Peers can write there at the same time, whenever they like:
-            // nothing here is a reference to it, each byte is copied once before it is used, and no value read is an index
+            // nothing here is a reference to it, each byte is read once, by assembler, and no value read is an index
             // or a length, so it is their own numbers that they spoil.
-            unsafe { workspace.step(*action, elements, cut(&step.dst), cut(src), is_kept) };
+            unsafe { workspace.step(*action, elements, cut(&step.dst), cut(src), is_kept, crc) };
         }
         // SAFETY: as above.
         unsafe { workspace.flush() };
@@ -290,11 +319,15 @@ unsafe fn run_group(workspace: &mut Workspace, steps: &[Resolved], tiled: bool, 
 }
 
 /// Write two words so that they come after all writes before, and before all behind; and before them what they cover.
-fn publish(dst: Span, words: [u64; 2], covered: Option<Span>) {
+/// `sum` is the checksum of that, if it was taken as it was written.
+fn publish(dst: Span, words: [u64; 2], covered: Option<Span>, sum: Option<Sum>) {
     if let Some(covered) = covered {
-        // SAFETY: the span was checked against pinned memory, and a chain's steps are done one after the other across a
-        // publication. Who writes there meanwhile, against the rules, gets a checksum that does not fit.
-        let third = unsafe { covers_word(covered.base, covered.len_bytes) };
+        let third = match sum {
+            Some(sum) => Covers::word_of(sum.crc.value(), covered.len_bytes),
+            // SAFETY: the span was checked against pinned memory, and a chain's steps are done one after the other across a
+            // publication. Who writes there meanwhile, against the rules, gets a checksum that does not fit.
+            None => unsafe { covers_word(covered.base, covered.len_bytes) },
+        };
         // SAFETY: a publication that covers bytes is 24 bytes long, checked and aligned as below.
         let to_third = unsafe { AtomicU64::from_ptr(dst.base.wrapping_add(16).cast()) };
         to_third.store(third.to_le(), Ordering::Release);

@@ -217,6 +217,46 @@ fn a_span_that_is_written_late_is_not_tiled_with_those_that_read_it() {
     }
 }
 
+#[test]
+fn published_checksum_is_of_what_the_steps_before_wrote() {
+    const COUNT: u32 = 150;
+    const REDO: u64 = 64;
+    const BOUNCE: u64 = REDO + COUNT as u64 * 4;
+    let (op, f32, bf16) = (ReduceOp::Sum, Dtype::F32, Dtype::Bf16);
+    let (header, acc, bounce) = (at(0, 0), at(0, REDO), at(0, BOUNCE));
+    let copy = |src: u64, dst: u64, len_bytes| Step::Copy { src: at(1, src), dst: at(0, dst), len_bytes };
+    let add = |source, src| Step::Reduce { op, source, accumulator: f32, src: at(1, src), dst: acc, count: COUNT };
+    let store = |output, dst| Step::Store { op, accumulator: f32, output, src: acc, dst, count: COUNT, ranks: 2 };
+    let load = Step::Load { source: bf16, accumulator: f32, src: at(1, 0), dst: acc, count: COUNT };
+    let move_on = Step::Copy { src: acc, dst: bounce, len_bytes: COUNT * 4 };
+    let whole = |from: u64, size: u32| Covers { skip_bytes: from as u32, len_bytes: COUNT * size };
+    let part = Covers { skip_bytes: REDO as u32 + 20, len_bytes: 300 };
+    let chains: [(&str, Vec<Step>, Covers); 10] = [
+        ("in place", vec![copy(0, REDO, COUNT * 4), add(f32, 604), store(f32, acc)], whole(REDO, 4)),
+        ("rounded elsewhere", vec![load, add(bf16, 302), store(bf16, bounce)], whole(BOUNCE, 2)),
+        ("accumulators of what is rounded", vec![load, store(bf16, bounce)], whole(REDO, 4)),
+        ("a sum", vec![copy(0, REDO, COUNT * 4), add(f32, 604)], whole(REDO, 4)),
+        ("a copy", vec![copy(3, REDO, COUNT * 4)], whole(REDO, 4)),
+        ("a copy of a sum", vec![copy(0, REDO, COUNT * 4), add(f32, 604), move_on], whole(BOUNCE, 4)),
+        ("a copy over another", vec![copy(0, REDO, COUNT * 4), copy(1, REDO, COUNT * 4)], whole(REDO, 4)),
+        ("a copy of a copy", vec![copy(0, REDO, COUNT * 4), move_on], whole(BOUNCE, 4)),
+        ("a part of a copy", vec![copy(0, REDO, COUNT * 4)], part),
+        ("a copy over a part", vec![copy(0, REDO, COUNT * 4), copy(9, REDO + 8, 40)], whole(REDO, 4)),
+    ];
+    let (mut engine, memories) = engine(config(Profile::Full, 1), &[2048, 2048]);
+    let mut expected = [vec![0; 2048], (0..2048_u32).map(|at| (at * 37 % 251) as u8).collect()];
+    memories[1].write(0, &expected[1]);
+    for (seq, (name, mut steps, covers)) in (1..).zip(chains) {
+        steps.push(Step::Publish { dst: header, words: [seq, 0], covers });
+        for step in &steps {
+            model(&mut expected, step).expect("a good step");
+        }
+        assert_eq!(run(&mut engine, seq, &steps).status, Status::Done, "{name}");
+        assert_eq!(bytes_of(&memories[0], 0, 24), expected[0][..24], "the record of {name}");
+        assert!(bytes_of(&memories[0], 24, 2024) == expected[0][24..], "what is left of {name}");
+    }
+}
+
 /// The chain of a slot, in place: `ranks` inputs of `count` f32 each, header and accumulators in region 0.
 fn all_reduce(ranks: u16, seq: u64, slot_offset_bytes: u64, input_offset_bytes: u64, count: u32) -> Vec<Step> {
     let (op, f32, header, slot) = (ReduceOp::Sum, Dtype::F32, at(0, slot_offset_bytes), at(0, slot_offset_bytes + 64));
