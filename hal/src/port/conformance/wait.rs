@@ -11,6 +11,9 @@ use std::time::Duration;
 /// Long enough for one wait that only a lost wake-up can use it up, however busy the machine is.
 const FOREVER: Duration = Duration::from_secs(30);
 
+/// How often is looked whether a wait has ended.
+const LOOK: Duration = Duration::from_millis(500);
+
 /// How often two threads wake each other.
 const ROUNDS: u32 = 2000;
 
@@ -186,15 +189,16 @@ impl Rescue {
     ) -> mpsc::Sender<()> {
         let (finished, watch) = mpsc::channel();
         scope.spawn(move || {
-            let mut seen = self.progress.load(Ordering::Relaxed);
+            let (mut seen, mut still) = (self.progress.load(Ordering::Relaxed), Duration::ZERO);
             // Nothing is ever sent.
-            while let Err(mpsc::RecvTimeoutError::Timeout) = watch.recv_timeout(FOREVER) {
+            while let Err(mpsc::RecvTimeoutError::Timeout) = watch.recv_timeout(LOOK) {
                 let now = self.progress.load(Ordering::Relaxed);
-                if now == seen {
+                still = if now == seen { still + LOOK } else { Duration::ZERO };
+                seen = now;
+                if still >= FOREVER {
                     self.has_come.store(true, Ordering::Release);
                     break;
                 }
-                seen = now;
             }
             rescue();
         });
