@@ -7,6 +7,7 @@ Sources:  every foreign crate comes from a registry, not from a branch of somebo
 Arrows:   every arrow ends in hal. `host` never names `device`, `device` never names `host`; neither names `hal::emu`
           (boards, tests and the command do the composing); inside hal, `emu` knows nothing of `wire`. The manifests
           say what a crate can name, ARROWS what it may; the sources are searched for what manifests can't show.
+Locks:    what is searched by fuzzing (tests/fuzz, a workspace of its own) are the versions that the workspace has.
 Planted:  the feature that plants bugs is switched on by a feature of its own name only, so nothing that ships has it.
 
     tests/deps.py              check; exit status 1 names every violation
@@ -46,6 +47,9 @@ ARROWS = {
 # Features of hal that a member must not ask for: the emulated hardware, and for the device also std.
 FORBIDDEN_FEATURES = {"sumac": {"emu"}, "sumac-device": {"emu", "std", "udp", "verbs"}}
 
+# The workspace of the fuzz targets.
+FUZZ = "tests/fuzz"
+
 # The feature for bugs planted on purpose.
 PLANTED = "planted"
 
@@ -68,8 +72,8 @@ REQUIRED = [
 ]
 
 
-def usable(expression):
-    """Tell whether an SPDX licence expression (SPDX 2.3, annex D) can be met within ALLOWED.
+def usable(expression, more=frozenset()):
+    """Tell whether an SPDX licence expression (SPDX 2.3, annex D) can be met within ALLOWED, and `more`.
 
     >>> usable("MIT"), usable("GPL-3.0-only"), usable("MIT/Apache-2.0")
     (True, False, True)
@@ -81,6 +85,8 @@ def usable(expression):
     (False, True)
     >>> usable("GPL-2.0-only WITH Classpath-exception-2.0"), usable(""), usable("MIT OR"), usable("MIT ISC")
     (False, False, False, False)
+    >>> usable("(MIT OR Apache-2.0) AND NCSA"), usable("(MIT OR Apache-2.0) AND NCSA", {"NCSA"})
+    (False, True)
     """
     # A slash is how old manifests wrote OR.
     tokens = re.findall(r"[()]|[^\s()]+", expression.replace("/", " OR "))
@@ -111,7 +117,7 @@ def usable(expression):
             return take() == ")" and met
         if tokens[:1] == ["WITH"]:
             token = f"{token} {take()} {take()}"
-        return token in ALLOWED
+        return token in ALLOWED or token in more
 
     try:
         return either() and not tokens
@@ -124,11 +130,37 @@ def metadata(*options, folder=ROOT):
     return json.loads(subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE).stdout)
 
 
-def boards():
-    """Return what the boards are made of that have workspaces of their own, as they are built for other targets."""
-    manifests = sorted((ROOT / "firmware/boards").glob("*/Cargo.toml"))
+def others():
+    """Return what the workspaces beside the main one are made of: boards, for other targets, and the fuzz targets."""
+    manifests = sorted([*(ROOT / "firmware/boards").glob("*/Cargo.toml"), ROOT / FUZZ / "Cargo.toml"])
     own = [path.parent for path in manifests if re.search(r"^\[workspace\]$", path.read_text(), re.MULTILINE)]
     return [metadata("--all-features", "--locked", folder=folder) for folder in own]
+
+
+def versions(lock):
+    """Return the versions of each crate in the text of a lock file.
+
+    >>> versions('[[package]]\\nname = "a"\\nversion = "1.0.0"\\n[[package]]\\nname = "a"\\nversion = "2.0.0"')
+    {'a': ['1.0.0', '2.0.0']}
+    """
+    found = {}
+    for package in tomllib.loads(lock)["package"]:
+        found.setdefault(package["name"], []).append(package["version"])
+    return found
+
+
+def drift(ours, theirs):
+    """Yield where a lock file has versions of crates that the workspace's has, but not those.
+
+    >>> list(drift({"a": ["1.0.0", "2.0.0"]}, {"a": ["1.0.0"], "b": ["3.0.0"]}))
+    []
+    >>> list(drift({"a": ["1.0.0"]}, {"a": ["1.0.1"]}))
+    ['tests/fuzz/Cargo.lock: a 1.0.1, where the workspace has 1.0.0; copy Cargo.lock there and build']
+    """
+    for name, wanted in sorted(theirs.items()):
+        has = ours.get(name, wanted)
+        for version in (version for version in wanted if version not in has):
+            yield f"{FUZZ}/Cargo.lock: {name} {version}, where the workspace has {', '.join(has)}; copy Cargo.lock there and build"
 
 
 def members(data):
@@ -141,7 +173,7 @@ def foreign_crates(data, own):
     for package in data["packages"]:
         name = f"{package['name']} {package['version']}"
         licence = package["license"] or ""
-        if not usable(licence) and licence not in EXCEPTIONS.get(package["name"], ()):
+        if not usable(licence, EXCEPTIONS.get(package["name"], frozenset())):
             yield f"{name}: licence '{licence or 'not stated'}' is not allowed; replace the crate, or argue for it in deny.toml"
         source = package["source"]
         if source is None and package["name"] not in own:
@@ -229,12 +261,15 @@ def main():
     packages = members(data)
     own = {package["name"] for package in packages}
     found = [*foreign_crates(data, own), *manifests(packages, own), *planted(packages), *sources()]
-    images = boards()
+    images = others()
     for image in images:
         found += foreign_crates(image, own | {package["name"] for package in members(image)})
+    found += drift(*(versions((ROOT / folder / "Cargo.lock").read_text(encoding="utf-8")) for folder in ("", FUZZ)))
+    every = {(package["name"], package["version"]): package for one in [data, *images] for package in one["packages"]}
+    named = {name for name, _ in every}
+    found += [f"deny.toml: an exception for {crate}, which nothing depends on" for crate in EXCEPTIONS if crate not in named]
     for violation in found:
         print(violation)
-    every = {(package["name"], package["version"]): package for one in [data, *images] for package in one["packages"]}
     licences = sorted({package["license"] or "" for package in every.values()})
     print(f"{len(every)} crates, {len(own) + len(images)} of them own; {len(found)} violations; licences:")
     print("  " + "\n  ".join(licences))

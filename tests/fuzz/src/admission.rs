@@ -6,19 +6,21 @@
 use crate::Cursor;
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
+use std::sync::LazyLock;
 use std::time::Duration;
 use sumac::Order;
 use sumac::controller::ControllerConfig;
 use sumac::controller::proto::{Attach, ClientRequest, JoinRequest, Resumption, Terms};
 use sumac::controller::rehearsal::{Conn, Rehearsed, Sent};
 use sumac::topo::Fabric;
-use sumac_hal::ctrl::{Announce, Bus, DeviceCapabilities, Envelope, Name, Refusal, Request, Response};
+use sumac_hal::ctrl::{Announce, Bus, BusUser, DeviceCapabilities, Envelope, Name, Refusal, Request, Response};
 use sumac_hal::ids::{BootId, GroupId, Rank};
 use sumac_hal::port::Addr;
+use sumac_hal::shm::DeviceUsers;
 use sumac_hal::time::Instant;
 
 /// Two leaves and a spine, each with a device.
-const FABRIC: &str = r#"
+const FABRIC_TOML: &str = r#"
     switch = [{ name = "d0", aggregation = true }, { name = "d1", aggregation = true }, { name = "d2", aggregation = true }]
     host = [{ name = "h0" }, { name = "h1" }, { name = "h2" }, { name = "h3" }]
     link = [
@@ -26,6 +28,9 @@ const FABRIC: &str = r#"
         { ends = ["d0", "d2"] }, { ends = ["d1", "d2"] },
     ]
 "#;
+
+/// Read once, not for each input.
+static FABRIC: LazyLock<Fabric> = LazyLock::new(|| Fabric::from_toml(FABRIC_TOML).expect("a fabric"));
 
 /// Steps that one input may have: enough for several jobs, and few enough for many inputs.
 const STEPS_MAX: usize = 128;
@@ -45,7 +50,7 @@ fn play(data: &[u8], hear: &mut dyn FnMut(&Sent)) {
     let mut cursor = Cursor(data);
     let has_fabric = cursor.byte() % 2 == 0;
     let config = ControllerConfig {
-        fabric: has_fabric.then(|| Fabric::from_toml(FABRIC).expect("a fabric")),
+        fabric: has_fabric.then(|| FABRIC.clone()),
         shared_answers: false,
         lease: Duration::from_secs(3),
         started_ms: Some(1_000_000),
@@ -73,6 +78,9 @@ fn play(data: &[u8], hear: &mut dyn FnMut(&Sent)) {
     }
     world.devices.clear();
     for _ in 0..STEPS_MAX {
+        if world.is_over() {
+            break;
+        }
         world.now = world.now.max(world.controller.poll_timeout());
         world.controller.handle_timeout(world.now);
         while world.controller.poll_transmit().is_some() {}
@@ -238,6 +246,11 @@ impl World {
         }
     }
 
+    /// Tell whether nobody is there, and nothing is kept for anybody.
+    fn is_over(&self) -> bool {
+        self.controller.booked().is_empty() && self.controller.is_settled() && self.controller.report().jobs.is_empty()
+    }
+
     /// No device is booked for more than it has ever said that it has.
     fn check(&self) {
         let mut booked: BTreeMap<&str, u64> = BTreeMap::new();
@@ -271,6 +284,7 @@ fn device(cursor: &mut Cursor<'_>) -> Announce {
     let bus = (bits & 1 != 0).then(|| Bus {
         machine: Name::try_from("m0").expect("short"),
         socket: Name::try_from(name.as_str()).expect("short"),
+        user: BusUser { uid: u32::from(bits >> 1) % 4, serves_all: bits & 8 != 0 },
         redo_memory_bytes: 1 << 22,
         remote: None,
     });
@@ -296,7 +310,7 @@ fn device(cursor: &mut Cursor<'_>) -> Announce {
 fn join(cursor: &mut Cursor<'_>) -> JoinRequest {
     let bits = cursor.byte();
     let host = |cursor: &mut Cursor<'_>| format!("h{}", cursor.byte() % 5);
-    JoinRequest {
+    let mut request = JoinRequest {
         job: format!("j{}", bits & 3),
         rank: Rank(number(cursor)),
         world: number(cursor),
@@ -307,12 +321,18 @@ fn join(cursor: &mut Cursor<'_>) -> JoinRequest {
         max_packet_len_bytes: if bits & 0x20 != 0 { cursor.u32() } else { 1500 },
         attach: Attach::ALL[usize::from(cursor.byte()) % Attach::ALL.len()],
         machine: (bits & 0x40 != 0).then(|| Name::try_from("m0").expect("short")),
-        terms: Terms {
-            tenant: format!("t{}", cursor.byte() % 3),
-            wait_ms: if bits & 0x80 != 0 { cursor.u32() } else { 0 },
-            moves: cursor.byte() & 1 != 0,
-        },
-    }
+        device_users: DeviceUsers { own: 0, named: None },
+        terms: Terms { tenant: String::new(), wait_ms: 0, moves: false },
+    };
+    let whose = cursor.byte();
+    request.device_users =
+        DeviceUsers { own: u32::from(whose / 3 % 4), named: (whose / 12 % 5).checked_sub(1).map(u32::from) };
+    request.terms = Terms {
+        tenant: format!("t{}", whose % 3),
+        wait_ms: if bits & 0x80 != 0 { cursor.u32() } else { 0 },
+        moves: cursor.byte() & 1 != 0,
+    };
+    request
 }
 
 /// Return what a device says first, as a seed of other targets.

@@ -6,7 +6,7 @@ use sumac::controller::proto::{ClientReply, ClientRequest};
 use sumac_firmware::bfb::{Builder, ImageId, ImageName, Source};
 use sumac_firmware::manifest::{MANIFEST_IMAGE, Manifest};
 use sumac_hal::ctrl::{Envelope, Greeting, Request, Response, encode};
-use sumac_hal::dma::{Address, Descriptor, RegionKey, Scope, Step, Tag};
+use sumac_hal::dma::{Address, Covers, Descriptor, RegionKey, Scope, Step, Tag};
 use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
 use sumac_hal::mmio::desk::{AttachRefusal, DeskAnswer, DeskRequest};
 use sumac_hal::mmio::{AdminCommand, CompletionEntry, EntryStatus, SubmissionEntry};
@@ -121,11 +121,15 @@ fn rings() -> Vec<Seed> {
     let at = |index, offset_bytes| Address { region: region(index), offset_bytes };
     let (source, accumulator, op) = (Dtype::Bf16, Dtype::F32, ReduceOp::Sum);
     let steps = [
-        Step::Publish { dst: at(0, 0), words: [0, 0] },
+        Step::Publish { dst: at(0, 0), words: [0, 0], covers: Covers::NOTHING },
         Step::Load { source, accumulator, src: at(1, 8), dst: at(0, 64), count: 8 },
         Step::Reduce { op, source, accumulator, src: at(1, 80), dst: at(0, 64), count: 8 },
         Step::Store { op, accumulator, output: source, src: at(0, 64), dst: at(0, 128), count: 8, ranks: 2 },
-        Step::Publish { dst: at(0, 0), words: [1, 2] },
+        Step::Publish {
+            dst: at(0, 0),
+            words: [1, 2],
+            covers: Covers { skip_bytes: Covers::SKIP_MIN_BYTES, len_bytes: 8 },
+        },
         Step::Copy { src: at(0, 128), dst: at(1, 8), len_bytes: 16 },
     ];
     let mut chain = Vec::new();

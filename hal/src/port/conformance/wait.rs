@@ -3,13 +3,16 @@
 use super::{Ledger, Testbed, Violation, content, pair, put};
 use crate::port::{Addr, Port, RxToken, TxToken, WaitPort, Wake};
 use crate::time::Instant;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-/// Long enough that only a lost wake-up can use it up.
+/// Long enough for one wait that only a lost wake-up can use it up, however busy the machine is.
 const FOREVER: Duration = Duration::from_secs(30);
+
+/// How often is looked whether a wait has ended.
+const LOOK: Duration = Duration::from_millis(500);
 
 /// How often two threads wake each other.
 const ROUNDS: u32 = 2000;
@@ -85,7 +88,7 @@ fn no_wake_is_lost<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
     let (mut a, mut b) = pair(bed);
     let (wake, to_a, now) = (bed.waker(&a), a.local_addr(), bed.now());
     let (go, rounds) = mpsc::channel::<u32>();
-    let rescued = AtomicBool::new(false);
+    let rescue = Rescue::default();
     thread::scope(|scope| {
         scope.spawn(move || {
             for round in rounds {
@@ -96,14 +99,15 @@ fn no_wake_is_lost<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
                 wake();
             }
         });
-        let finished = rescue_later(scope, &rescued, move || send(&mut b, to_a, 0, now));
+        let finished = rescue.watch(scope, move || send(&mut b, to_a, 0, now));
         for round in 0..ROUNDS {
             // The other thread ends when `go` is dropped.
             let _ = go.send(round);
             let found = a.wait(None);
-            if rescued.load(Ordering::Acquire) {
+            if rescue.has_come() {
                 return Err(Violation::SleptOver { check });
             }
+            rescue.note_progress();
             expect(check, Wake::Woken, found)?;
         }
         drop((go, finished));
@@ -116,15 +120,15 @@ fn no_packet_is_slept_over<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation>
     let (mut a, mut b) = pair(bed);
     let (to_a, to_b, now) = (a.local_addr(), b.local_addr(), bed.now());
     let (wake_a, wake_b) = (bed.waker(&a), bed.waker(&b));
-    let rescued = AtomicBool::new(false);
+    let rescue = Rescue::default();
     thread::scope(|scope| {
-        let finished = rescue_later(scope, &rescued, move || {
+        let finished = rescue.watch(scope, move || {
             wake_a();
             wake_b();
         });
-        let other = scope.spawn(|| bounce(&mut b, to_a, now, &rescued));
+        let other = scope.spawn(|| bounce(&mut b, to_a, now, &rescue));
         send(&mut a, to_b, 0, now);
-        let result = bounce(&mut a, to_b, now, &rescued);
+        let result = bounce(&mut a, to_b, now, &rescue);
         if result.is_err() {
             // The other side waits for a packet that does not come.
             drop(finished);
@@ -134,14 +138,15 @@ fn no_packet_is_slept_over<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation>
 }
 
 /// Answer [`ROUNDS`] packets with one each.
-fn bounce<P: WaitPort>(port: &mut P, to: Addr, now: Instant, rescued: &AtomicBool) -> Result<(), Violation> {
+fn bounce<P: WaitPort>(port: &mut P, to: Addr, now: Instant, rescue: &Rescue) -> Result<(), Violation> {
     let check = "no packet is slept over";
     for round in 0..ROUNDS {
         while port.receive(now).map(|token| token.consume(|_, _| ())).is_none() {
             let found = port.wait(None);
-            if rescued.load(Ordering::Acquire) {
+            if rescue.has_come() {
                 return Err(Violation::SleptOver { check });
             }
+            rescue.note_progress();
             expect(check, Wake::Packet, found)?;
         }
         send(port, to, round, now);
@@ -156,22 +161,47 @@ fn send<P: Port>(port: &mut P, to: Addr, round: u32, now: Instant) {
     port.flush(now);
 }
 
-/// End the sleep of whoever sleeps when the returned sender is dropped, or when [`FOREVER`] has passed first: then a
-/// wait that should have ended by itself did not, and `rescued` says so.
+/// Ends a sleep that should have ended by itself.
 ///
 /// A wait with a timeout would hide that: at its end it looks around, and finds what it has slept over.
-fn rescue_later<'scope, 'env>(
-    scope: &'scope thread::Scope<'scope, 'env>,
-    rescued: &'scope AtomicBool,
-    mut rescue: impl FnMut() + Send + 'scope,
-) -> mpsc::Sender<()> {
-    let (finished, watch) = mpsc::channel();
-    scope.spawn(move || {
-        // Nothing is ever sent.
-        if let Err(end) = watch.recv_timeout(FOREVER) {
-            rescued.store(end == mpsc::RecvTimeoutError::Timeout, Ordering::Release);
+#[derive(Default)]
+struct Rescue {
+    /// Waits that have ended.
+    progress: AtomicU32,
+    has_come: AtomicBool,
+}
+
+impl Rescue {
+    fn has_come(&self) -> bool {
+        self.has_come.load(Ordering::Acquire)
+    }
+
+    fn note_progress(&self) {
+        self.progress.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// End the sleep of whoever sleeps when the returned sender is dropped, or when no wait has ended for [`FOREVER`]: then
+    /// one that should have ended by itself did not.
+    fn watch<'scope, 'env>(
+        &'scope self,
+        scope: &'scope thread::Scope<'scope, 'env>,
+        mut rescue: impl FnMut() + Send + 'scope,
+    ) -> mpsc::Sender<()> {
+        let (finished, watch) = mpsc::channel();
+        scope.spawn(move || {
+            let (mut seen, mut still) = (self.progress.load(Ordering::Relaxed), Duration::ZERO);
+            // Nothing is ever sent.
+            while let Err(mpsc::RecvTimeoutError::Timeout) = watch.recv_timeout(LOOK) {
+                let now = self.progress.load(Ordering::Relaxed);
+                still = if now == seen { still + LOOK } else { Duration::ZERO };
+                seen = now;
+                if still >= FOREVER {
+                    self.has_come.store(true, Ordering::Release);
+                    break;
+                }
+            }
             rescue();
-        }
-    });
-    finished
+        });
+        finished
+    }
 }
