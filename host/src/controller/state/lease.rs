@@ -135,8 +135,11 @@ impl State {
         self.silent = silent;
         if !others.is_empty() {
             self.books.touch();
+            // A plan that was made without them is void.
+            self.planning.devices_version += 1;
             self.reconsider();
         }
+        self.offer_again();
         self.pump();
     }
 
