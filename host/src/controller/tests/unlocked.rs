@@ -7,7 +7,7 @@ use super::super::proto::{ClientReply, JobStatus};
 use super::super::state::{Client, State};
 use super::replan::request;
 use super::*;
-use sumac_hal::ctrl::FrameBuffer;
+use sumac_hal::ctrl::{Counters, FrameBuffer, Stats};
 
 /// Keeps what is sent, each time by itself.
 #[derive(Debug, Clone, Default)]
@@ -305,6 +305,47 @@ fn job_that_a_device_refuses_finds_one_that_came_meanwhile() {
     steps.plan();
     let refused = Unreserved { index: 0, error: DeviceError::Answer, slots_used: None };
     assert!(steps.state.settle(&steps.config, draft, Err(refused)).is_none());
+    steps.plan();
+    let job = steps.job("job");
+    assert!(job.is_offered, "{job:?}");
+}
+
+#[test]
+fn job_refused_anew_just_before_the_device_counts_fewer_slots_is_tried_again() {
+    let mut steps = Steps::new();
+    let device = steps.add_device("leaf0");
+    let client = steps.join_on(&["leaf0"], "job", (0, 1), 0, NoLine);
+    let refuse = |steps: &mut Steps, slots_used: u64| {
+        steps.plan();
+        let draft = steps.state.ready.pop_front().expect("a draft");
+        let error = DeviceError::Refused(Refusal::NoSlots { need: 1 });
+        let refused = Unreserved { index: 0, error, slots_used: Some(slots_used as u32) };
+        assert!(steps.state.settle(&steps.config, draft, Err(refused)).is_none());
+        steps.plan();
+        let job = steps.job("job");
+        assert!(job.queue.is_some() && !job.is_offered, "{job:?}");
+    };
+    refuse(&mut steps, device.room().slots);
+    // Something changes, for which it is offered a tree there.
+    steps.add_device("leaf1");
+    steps.plan();
+    assert!(steps.job("job").is_offered);
+    steps.state.replan(Some(&("job".to_owned(), Rank(0))), &client, 0);
+    // What was left there ends after the refusal.
+    refuse(&mut steps, 0);
+    let round = steps.state.round().ask();
+    let stats = Stats {
+        boot_id: device.announce.boot_id,
+        groups: 0,
+        trees: 0,
+        slots_used: 0,
+        slot_memory_used_bytes: 0,
+        stack: None,
+        counters: Counters::default(),
+    };
+    // Whichever its number is.
+    (0..100).for_each(|id| device.take(Envelope { id, message: Response::Stats(stats) }));
+    steps.state.renewed(round.answered(Instant::now()));
     steps.plan();
     let job = steps.job("job");
     assert!(job.is_offered, "{job:?}");
