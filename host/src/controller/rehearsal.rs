@@ -256,6 +256,9 @@ impl Rehearsed {
                 self.state.planned(&self.config, planned);
             }
             let expires = self.state.expire_all();
+            if self.state.has_plans() {
+                continue;
+            }
             self.expires_at = expires.map(|at| Instant::ZERO + at.saturating_duration_since(self.began));
             if let Some(draft) = self.state.ready.pop_front() {
                 self.ask(draft, now);

@@ -130,6 +130,9 @@ struct Job {
     joins_by: Option<Instant>,
     /// Devices that a rank could not attach to. One that restarts is another.
     declined: Vec<Arc<DeviceSession>>,
+    /// How often its ranks have declined a tree for no device's sake, and whether they are to be offered one again.
+    declines: u32,
+    has_declined: bool,
     /// What a declared order has meant since it began.
     expression: Option<Tree>,
     /// Its place in the queue as its ranks were told last.
@@ -161,6 +164,8 @@ impl Job {
             waits_until: None,
             joins_by: None,
             declined: Vec::new(),
+            declines: 0,
+            has_declined: false,
             expression: None,
             told: None,
         }

@@ -135,8 +135,11 @@ impl State {
         self.silent = silent;
         if !others.is_empty() {
             self.books.touch();
+            // A plan that was made without them is void.
+            self.planning.devices_version += 1;
             self.reconsider();
         }
+        self.offer_again();
         self.pump();
     }
 
@@ -148,8 +151,9 @@ impl State {
             return;
         }
         let is_room = |used: &u32| u64::from(*used) + need <= device.room().slots;
-        let is_first = !self.crowded.contains_key(&device.key());
-        let count = slots_used.filter(|used| !(is_first && is_room(used))).unwrap_or(NOT_COUNTED);
+        let known = self.crowded.get(&device.key()).copied();
+        let is_freed = |used: &u32| is_room(used) && known.is_none_or(|known| *used < known);
+        let count = slots_used.filter(|used| !is_freed(used)).unwrap_or(NOT_COUNTED);
         self.crowded.insert(device.key(), count);
     }
 

@@ -35,11 +35,13 @@ pub(in crate::controller) struct Draft {
     placement: Placement,
     order: Order,
     tries: u32,
+    /// Of the devices when it was made.
+    devices_version: u64,
 }
 
 impl Draft {
-    pub(super) const fn new(job: String, placement: Placement, order: Order, tries: u32) -> Self {
-        Self { job, placement, order, tries }
+    pub(super) const fn new(job: String, placement: Placement, order: Order, tries: u32, devices_version: u64) -> Self {
+        Self { job, placement, order, tries, devices_version }
     }
 
     /// Ask the devices. The state is not locked meanwhile.
@@ -98,8 +100,9 @@ impl State {
         }
     }
 
-    /// A job has no tree, by the books of that version: tell its ranks, unless they wait for one to join with.
-    pub(super) fn without(&mut self, config: &ControllerConfig, name: &str, none: NoTree, version: u64) {
+    /// A job has no tree, by the books of that version, if it was tried: tell its ranks, unless they wait for one to join
+    /// with.
+    pub(super) fn without(&mut self, config: &ControllerConfig, name: &str, none: NoTree, tried: Option<u64>) {
         let now = self.now;
         let Some(job) = self.jobs.get_mut(name) else { return };
         let (view, is_new, why) = (job.view, job.placement.is_none(), none.why);
@@ -115,7 +118,7 @@ impl State {
                 if can_join_later {
                     (job.waits_until, job.placing) = (Some(until), None);
                 }
-                self.wait_in_queue(name, wait, version);
+                self.wait_in_queue(name, wait, tried);
                 if can_join_later {
                     // What has been freed since the plan was made counts.
                     self.pump();
@@ -130,11 +133,11 @@ impl State {
         self.tell_queue();
     }
 
-    /// A job that has no tree by the books of that version waits for one.
-    pub(super) fn wait_in_queue(&mut self, name: &str, (scope, wanted): Wait, version: u64) {
+    /// A job that has no tree by the books of that version, if it was tried, waits for one.
+    pub(super) fn wait_in_queue(&mut self, name: &str, (scope, wanted): Wait, tried: Option<u64>) {
         let Some(job) = self.jobs.get(name) else { return };
         let (tenant, ticket) = (job.tenant().to_owned(), self.queue.ticket());
-        let (standing, tried) = (Standing::Waits, Some(version));
+        let standing = Standing::Waits;
         self.queue.enter(name, Waiting { tenant, ticket, passes: 0, scope, wanted, standing, tried });
     }
 
@@ -147,8 +150,9 @@ impl State {
         if is_new {
             job.declare();
             // A tree that it waits for may combine in another order than the one that is declared now.
-            if self.queue.get(name).is_some_and(|entry| entry.standing == Standing::Waits) {
-                self.enter_queue(name, false);
+            if let Some(entry) = self.queue.get(name).filter(|entry| entry.standing == Standing::Waits) {
+                let tried = entry.tried;
+                self.enter_queue(name, tried);
             }
         }
         let place = self.queue.place(name, &self.books);
@@ -201,8 +205,12 @@ impl State {
                 None
             }
             Err(Again::Without(none)) => {
-                let version = self.books.version();
-                self.without(config, &name, none, version);
+                let tried = Some(self.books.version());
+                self.without(config, &name, none, tried);
+                if draft.devices_version != self.planning.devices_version {
+                    // A device that has come meanwhile found the job busy.
+                    self.reconsider();
+                }
                 None
             }
         };

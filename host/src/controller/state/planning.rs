@@ -9,7 +9,9 @@
 //!
 //! There is one planner, so that nothing is claimed between plan and claim but by the retry of a draft. What it finds is
 //! taken only if its job still waits for it and its devices are still connected; what it does not find only if no device has
-//! come or gone meanwhile. Whoever is tried again and again counts as tried with the books as they were copied.
+//! come or gone meanwhile. Whoever is tried again and again counts as tried with the books as they were copied. Who waits
+//! in the queue is served only if nobody before it has come to be looked at meanwhile; but in a world that never stands
+//! still, what fitted is taken after a few plans.
 
 use super::place::{NoTree, Wait};
 use super::{Draft, Job, State};
@@ -38,8 +40,8 @@ const OFFER_LIMIT: Duration = Duration::from_secs(60);
 enum Task {
     /// A tree for a job whose ranks all want one: by that name, after so many trees and plans.
     Seek(Seek),
-    /// What a job waits for in the queue; and whether it is to be looked at whatever was tried before.
-    Enter { name: String, is_new_chance: bool },
+    /// What a job waits for in the queue; and with which books it counts as tried.
+    Enter { name: String, tried: Option<u64> },
 }
 
 #[derive(Debug, Clone)]
@@ -59,7 +61,9 @@ pub(super) struct Planning {
     tasks: VecDeque<Task>,
     /// Whether those who wait in the queue are to be looked at.
     pump_is_due: bool,
-    /// Counts devices that have come or gone.
+    /// How many plans in a row came too late for the order of the queue.
+    overtaken: u32,
+    /// Counts devices that have come or gone, or answer again.
     pub(super) devices_version: u64,
 }
 
@@ -93,7 +97,7 @@ pub(in crate::controller) struct Plan {
 #[derive(Debug)]
 enum Goal {
     Seek { seek: Seek, was_held: bool },
-    Enter { name: String, is_new_chance: bool },
+    Enter { name: String, tried: Option<u64> },
     Serve(Candidate),
 }
 
@@ -274,16 +278,17 @@ impl State {
         self.push_task(Task::Seek(Seek { name: name.to_owned(), ids, tries, plans: 0, is_too_late }));
     }
 
-    /// Let a job that has no tree wait for one, if there could be one; from the next change on, or at once.
-    pub(super) fn enter_queue(&mut self, name: &str, is_new_chance: bool) {
+    /// Let a job that has no tree wait for one, if there could be one; from the first change on after that version of the
+    /// books, or at once.
+    pub(super) fn enter_queue(&mut self, name: &str, tried: Option<u64>) {
         let is_same = |task: &Task| match task {
-            Task::Enter { name: other, is_new_chance: known } => other == name && *known == is_new_chance,
+            Task::Enter { name: other, tried: known } => other == name && *known == tried,
             Task::Seek(_) => false,
         };
         if self.planning.tasks.iter().any(is_same) {
             return;
         }
-        self.push_task(Task::Enter { name: name.to_owned(), is_new_chance });
+        self.push_task(Task::Enter { name: name.to_owned(), tried });
     }
 
     /// Give what is free to those who wait for it.
@@ -295,6 +300,12 @@ impl State {
     fn push_task(&mut self, task: Task) {
         self.planning.tasks.push_back(task);
         self.wake.notify_all();
+    }
+
+    /// Tell whether something is to be planned.
+    #[cfg(feature = "snapshot")]
+    pub(in crate::controller) fn has_plans(&self) -> bool {
+        self.planning.pump_is_due || !self.planning.tasks.is_empty()
     }
 
     /// Return what is to be planned next.
@@ -338,10 +349,10 @@ impl State {
                 let goal = Goal::Seek { seek, was_held: held.is_some() };
                 Some(self.plan(goal, view, bars, ids))
             }
-            Task::Enter { name, is_new_chance } => {
+            Task::Enter { name, tried } => {
                 let view = JobView::of(self.jobs.get(&name).filter(|job| job.may_wait())?);
                 let ids = self.ids(GroupId(0), Epoch::default());
-                Some(self.plan(Goal::Enter { name, is_new_chance }, view, Bars::default(), ids))
+                Some(self.plan(Goal::Enter { name, tried }, view, Bars::default(), ids))
             }
         }
     }
@@ -369,16 +380,18 @@ impl State {
                     seek.plans += 1;
                     return self.push_task(Task::Seek(seek));
                 }
-                self.seek_is_planned(config, (&seek, was_held), books.version(), found);
+                // What a job may have that comes too late, it has not been tried with.
+                let tried = Some(books.version()).filter(|_| !(seek.is_too_late && found.is_ok()));
+                self.seek_is_planned(config, (&seek, was_held), tried, found);
                 if !is_same_world {
                     // A device has come, or gone, too late for this plan, and found the job busy.
                     self.reconsider();
                 }
             }
-            Goal::Enter { name, is_new_chance } => {
+            Goal::Enter { name, tried } => {
                 // It may have ended, or got a tree, or be about to.
                 if self.jobs.get(&name).is_some_and(|job| job.mesh_token == token && job.may_wait()) {
-                    self.enter_is_planned(&name, is_new_chance, books.version(), found);
+                    self.enter_is_planned(&name, tried, found);
                 }
             }
             Goal::Serve(candidate) => self.serve_is_planned(&candidate, found),
@@ -402,7 +415,7 @@ impl State {
         &mut self,
         config: &ControllerConfig,
         (seek, was_held): (&Seek, bool),
-        version: u64,
+        tried: Option<u64>,
         found: Result<Placement, NoTree>,
     ) {
         let name = seek.name.as_str();
@@ -418,7 +431,7 @@ impl State {
         });
         let (placement, claim) = match claimed {
             Ok(claimed) => claimed,
-            Err(none) => return self.without(config, name, none, version),
+            Err(none) => return self.without(config, name, none, tried),
         };
         if !was_held {
             let ticket = self.queue.get(name).map(|entry| entry.ticket);
@@ -427,13 +440,14 @@ impl State {
         }
         let Some(job) = self.jobs.get(name) else { return };
         let order = job.first().map_or(Order::Arrival, |member| member.request.order);
-        self.ready.push_back(Draft::new(name.to_owned(), placement, order, seek.tries));
+        let version = self.planning.devices_version;
+        self.ready.push_back(Draft::new(name.to_owned(), placement, order, seek.tries, version));
         self.wake.notify_all();
     }
 
-    fn enter_is_planned(&mut self, name: &str, is_new_chance: bool, version: u64, found: Result<Placement, NoTree>) {
-        if self.queue.get(name).is_some_and(|entry| entry.standing != Standing::Waits) && is_new_chance {
-            // It was served meanwhile.
+    fn enter_is_planned(&mut self, name: &str, tried: Option<u64>, found: Result<Placement, NoTree>) {
+        if self.queue.get(name).is_some_and(|entry| entry.standing != Standing::Waits) {
+            // It was served meanwhile: what it takes is held for it.
             return;
         }
         let wait = match found {
@@ -443,21 +457,28 @@ impl State {
         let Some(job) = self.jobs.get(name) else { return };
         let moves = job.members.values().all(|member| member.request.terms.moves) || job.waits_until.is_some();
         match wait.filter(|_| moves) {
-            Some(wait) => {
-                self.wait_in_queue(name, wait, version);
-                if let (true, Some(entry)) = (is_new_chance, self.queue.get_mut(name)) {
-                    entry.tried = None;
-                }
-            }
+            Some(wait) => self.wait_in_queue(name, wait, tried),
             None => self.leave_queue(name),
         }
         self.pump();
+    }
+
+    /// Tell whether somebody else is to be looked at before a job whose plan is made: what has been freed meanwhile is for
+    /// whoever comes first.
+    fn is_overtaken(&mut self, name: &str) -> bool {
+        let is_first = self.queue.candidate(&self.books).is_some_and(|first| first.job == name);
+        let is_overtaken = !is_first && self.planning.overtaken < PLANS_MAX;
+        self.planning.overtaken = if is_overtaken { self.planning.overtaken + 1 } else { 0 };
+        is_overtaken
     }
 
     fn serve_is_planned(&mut self, candidate: &Candidate, found: Result<Placement, NoTree>) {
         let name = candidate.job.as_str();
         if found.as_ref().is_ok_and(|placement| !self.has_devices(placement)) {
             // Looked at again, as it was not tried.
+            return;
+        }
+        if found.is_ok() && self.is_overtaken(name) {
             return;
         }
         let job = self.jobs.get(name).filter(|job| job.can_move() || job.waits_until.is_some());
@@ -473,7 +494,8 @@ impl State {
         if job.waits_until.take().is_some() {
             job.placing = Some(group);
             let order = job.first().map_or(Order::Arrival, |member| member.request.order);
-            self.ready.push_back(Draft::new(name.to_owned(), placement, order, 0));
+            let version = self.planning.devices_version;
+            self.ready.push_back(Draft::new(name.to_owned(), placement, order, 0, version));
         } else {
             tracing::info!(job = name, view = job.view, "a tree is offered");
             job.hold = Some((group, until));

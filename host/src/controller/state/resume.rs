@@ -172,7 +172,7 @@ impl State {
             return;
         }
         if self.queue.get(name).is_none_or(|entry| entry.standing == Standing::Waits) {
-            self.enter_queue(name, true);
+            self.enter_queue(name, None);
         } else if let Some(job) = self.jobs.get_mut(name) {
             // What it takes is held for it.
             job.make_offer();

@@ -2,7 +2,8 @@
 //! when they give up.
 //!
 //! What its ranks have declined a job is not offered again before something has changed, and never on a device that one of
-//! them could not attach to. What is offered is held for it, for a while.
+//! them could not attach to. Ranks that decline for no device's sake may just have been late: they get a few more chances,
+//! each with a round of leases. What is offered is held for it, for a while.
 
 use super::{Client, Job, State};
 use crate::controller::limits::plain_reason;
@@ -11,6 +12,9 @@ use crate::controller::queue::Standing;
 use std::sync::Arc;
 use std::time::Instant;
 use sumac_hal::ids::Rank;
+
+/// How often a job is offered a tree again that its ranks have declined for no device's sake.
+const DECLINES_MAX: u32 = 8;
 
 impl State {
     /// A rank says that the tree of a view is not taken: the job is without one from here on.
@@ -33,13 +37,30 @@ impl State {
         // Those who only heard of it may be faster than the one whose reason it is.
         if is_first || device.is_some() {
             tracing::warn!(job = name, %rank, view, why, "tree is declined");
+            if device.is_none() && job.declines < DECLINES_MAX {
+                job.declines += 1;
+                job.has_declined = true;
+            }
             let placed = job.placement.replace(Err(format!("{rank} declined its tree: {why}")));
             job.declined.extend(device.filter(|device| !job.declined.iter().any(|known| Arc::ptr_eq(known, device))));
             if let Some(Ok(placement)) = placed {
                 self.release(&placement);
             }
-            self.enter_queue(name, false);
+            let tried = Some(self.books.version());
+            self.enter_queue(name, tried);
             self.pump();
+        }
+    }
+
+    /// Offer a tree again to jobs whose ranks have declined one for no device's sake.
+    pub(super) fn offer_again(&mut self) {
+        let is_due = |job: &Job| job.has_declined && job.can_move();
+        let due: Vec<String> = self.jobs.iter().filter(|(_, job)| is_due(job)).map(|(name, _)| name.clone()).collect();
+        for name in &due {
+            if let Some(job) = self.jobs.get_mut(name) {
+                job.has_declined = false;
+            }
+            self.offer_soon(name);
         }
     }
 
@@ -50,7 +71,7 @@ impl State {
         for name in names {
             match self.queue.get_mut(&name) {
                 Some(entry) if entry.standing != Standing::Waits => entry.tried = None,
-                _ => self.enter_queue(&name, true),
+                _ => self.enter_queue(&name, None),
             }
         }
         self.pump();
