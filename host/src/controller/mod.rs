@@ -417,7 +417,9 @@ fn report(shared: &Shared) {
         if shared.stopping() {
             return;
         }
-        let report = shared.lock().report(&shared.config).ask_devices();
+        // In a statement of its own: the lock is held until its end, and devices answer by a thread that takes the lock.
+        let asked = shared.lock().report(&shared.config);
+        let report = asked.ask_devices();
         let len_max = REPLY_LEN_MAX.min(shared.config.limits.peer_output_bytes / 2);
         match state::encode_report(report, len_max) {
             Ok(frames) => clients.iter().for_each(|client| client.put(std::slice::from_ref(&frames))),
