@@ -109,6 +109,7 @@
 //!   paths find out as well.
 #![cfg_attr(not(any(feature = "std", test)), no_std)]
 
+mod crc;
 pub mod ctrl;
 pub mod dma;
 #[cfg(feature = "emu")]

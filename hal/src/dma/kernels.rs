@@ -12,9 +12,9 @@
 
 use super::fused;
 use super::shared::{copy_in, copy_out, transfer};
+use crate::crc::Crc32c;
 use crate::op::{Dtype, ReduceOp};
 use crate::reduce::Kernel;
-use crate::wire::Crc32c;
 
 /// Bytes of f32 accumulators that a narrow reduction works in at a time: they stay in the L1 cache.
 const BLOCK: usize = 4096;

@@ -13,7 +13,7 @@
 //! different times. They are copied into memory of this side's own before anything is computed from them.
 
 use super::Covers;
-use crate::wire::Crc32c;
+use crate::crc::Crc32c;
 use core::sync::atomic::{AtomicU8, Ordering};
 
 /// Copy `len_bytes` bytes between memory that others may read and write at the same time.

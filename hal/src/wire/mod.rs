@@ -36,15 +36,13 @@
 //!
 //! The checksum is taken in two levels, so that a node which sends one payload to 256 children reads it once.
 
-mod crc;
 mod header;
 mod mask;
 mod packet;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use crc::Crc32c;
-pub use crc::crc32c;
+pub use crate::crc::crc32c;
 pub use header::{Flags, Kind, Limit, NakReason, Repr, pack_op, unpack_op};
 pub use mask::RankMask;
 pub use packet::{Packet, WireError, payload_crc};

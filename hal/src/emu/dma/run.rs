@@ -13,10 +13,10 @@
 //! source and destination are disjoint, except where results take the place of accumulators.
 
 use super::map::{Map, Pin};
+use crate::crc::Crc32c;
 use crate::dma::kernels::{Action, Elements, KEPT_LEN_BYTES, Workspace};
 use crate::dma::shared::covers_word;
 use crate::dma::{Address, Backing, Capabilities, Covers, RegionKey, Status, Step};
-use crate::wire::Crc32c;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 /// Bytes of each copy that a tile covers, where there are only copies: a part of any L2 cache, and long enough that the cost

@@ -401,6 +401,24 @@ fn mute_device_costs_one_report_some_time_and_later_ones_none() {
 }
 
 #[test]
+fn report_that_waits_for_a_device_holds_up_no_client() {
+    let controller = controller();
+    let device = Device::that_stops(&controller, "leaf0", |request| matches!(request, Request::Stats));
+    let mut rank = Raw::join_with(&controller, of_job("job", 0, 1), &[]);
+    rank.joined();
+    let addr = controller.local_addr();
+    let report = thread::spawn(move || status(addr));
+    assert_eq!(device.stopped.recv_timeout(SOON), Ok(Request::Stats));
+    // The place is taken, as the state says, again and again while the report waits.
+    for _ in 0..20 {
+        let mut second = Raw::join_with(&controller, of_job("job", 0, 1), &[]);
+        assert!(matches!(second.hear(), ClientReply::Refused(_)));
+    }
+    assert!(!report.is_finished(), "it still waits for the device");
+    assert!(report.join().expect("no panic").expect("a report").devices[0].stats.is_err());
+}
+
+#[test]
 fn device_that_does_not_read_is_hung_up_on_and_holds_up_nobody() {
     let controller = controller();
     let mut deaf = TcpStream::connect(controller.local_addr()).expect("a controller");
