@@ -204,7 +204,7 @@ fn take_descriptors(connections: usize) {
     let current = limit.maximum.map_or(wanted, |maximum| maximum.min(wanted));
     let raised = setrlimit(Resource::Nofile, Rlimit { current: Some(current), ..limit });
     if raised.is_err() || current < wanted {
-        tracing::warn!(
+        tracing::info!(
             connections,
             descriptors = getrlimit(Resource::Nofile).current,
             "the limit of open files (ulimit -Hn) leaves fewer connections than --max-connections"
