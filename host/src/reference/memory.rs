@@ -29,8 +29,8 @@ use sumac_hal::shm::{Connection, ProcessMark, Region};
 /// Parts of it may be used by several threads, and by several operations, at once (`split_at_mut`): what one of them
 /// meets with, a device that is lost included, changes nothing in the others' parts. For that, the device itself writes
 /// only to pages (mostly 4 KiB) that hold nothing but an operation's own results. Where an output begins or ends in the
-/// middle of a page, the chunk there comes through the bounce buffer, and is copied once more: at most two chunks of an
-/// operation. A whole buffer has no such edges, nor has a part that begins and ends between pages.
+/// middle of a page, the chunks there come through the bounce buffer, and are copied once more: one at either end, or more if
+/// a chunk is shorter than a page. A whole buffer has no such edges, nor has a part that begins and ends between pages.
 pub struct Buffer<T: bytemuck::Pod> {
     backing: Backing<T>,
 }

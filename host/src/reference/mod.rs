@@ -72,7 +72,7 @@ pub enum Transfer {
     /// In packets.
     Packets,
     /// By the device's engine, straight from and to the caller's registered memory ([`Buffer`]), but for results on pages
-    /// that hold other memory too, at most one chunk at either end; or there were none.
+    /// that hold other memory too, a chunk at either end, or more if they are shorter than a page; or there were none.
     Registered,
     /// By the device's engine, at least in part through a bounce buffer: the caller's memory is not registered, or all of
     /// the output lies on pages that hold other memory too.
