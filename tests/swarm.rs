@@ -301,7 +301,10 @@ fn seeds_that_failed_once() {
     }
     // What can never be fetched was fetched for ever, where others were fetched before it: `RedoSlot::reached`.
     let fetched = [83, 256, 437].map(|seed| (Reference, seed));
-    for (kind, seed) in torn.into_iter().chain(told).chain(crowded).chain(passed).chain(unsettled).chain(fetched) {
+    // A gap was queued to be asked for while it still waited to be: `Endpoint::ask_for_gaps`.
+    let doubled = [(Death, 1_795_360_217_000_356)];
+    let early = torn.into_iter().chain(told).chain(crowded).chain(passed);
+    for (kind, seed) in early.chain(unsettled).chain(fetched).chain(doubled) {
         run(&Options::draw(seed, kind)).unwrap_or_else(|violation| panic!("{kind:?} SEED={seed}: {violation}"));
     }
 }

@@ -151,6 +151,10 @@ impl Endpoint {
         let window = self.window();
         while let Some(local) = self.hops[index].next_gap(window) {
             let seq = self.shard(index).global(local);
+            // What is asked for again may still wait to be asked for at all.
+            if self.replies.iter().any(|(_, waiting)| (waiting.kind, waiting.seq) == (Kind::Nak, seq)) {
+                continue;
+            }
             let nak = self.header(Kind::Nak, seq, self.config.salt);
             let bits = self.shard(index).global(self.hops[index].top_answer()).0;
             let nak = Repr { reason: Some(NakReason::Missing), bits, ..nak };
