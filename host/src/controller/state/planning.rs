@@ -193,7 +193,18 @@ impl Plan {
         }
         let (mut devices, _) = self.usable()?;
         devices.retain(|_, device| !self.bars.devices.contains_key(&device.key()));
-        self.job.keeps_order(draft(config, &devices, &self.books, asking, self.ids)?)
+        let drafted = |devices: &Devices| {
+            draft(config, devices, &self.books, asking, self.ids).and_then(|placement| self.job.keeps_order(placement))
+        };
+        // Without those that are late with an answer, if that goes: each of them may cost the job the time to give it up.
+        let mut prompt = devices.clone();
+        prompt.retain(|_, device| !device.owes_stats());
+        if prompt.len() < devices.len()
+            && let Ok(placement) = drafted(&prompt)
+        {
+            return Ok(placement);
+        }
+        drafted(&devices)
     }
 
     /// Return the devices that the job may be placed on, and, if some are left out, a clause that names them. Fails, with the

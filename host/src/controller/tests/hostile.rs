@@ -401,6 +401,21 @@ fn mute_device_costs_one_report_some_time_and_later_ones_none() {
 }
 
 #[test]
+fn job_is_placed_without_devices_that_are_late_if_others_are_enough() {
+    let controller = controller();
+    let _mute: Vec<_> = (0..8)
+        .map(|nth| Device::that_stops(&controller, &format!("a{nth}"), |request| matches!(request, Request::Stats)))
+        .collect();
+    let _real = Device::start(&controller, "b", None, None);
+    until("all are there", || status(controller.local_addr()).expect("a report").devices.len() == 9);
+    assert_eq!(of(&Raw::join_with(&controller, of_job("job", 0, 1), &[]).joined()).leaf, "b");
+    // Whoever pins one gets it: it may only be slow.
+    let mut pinned = Raw::join_with(&controller, of_job("pinned", 0, 1), &["a0"]);
+    pinned.patient();
+    assert!(why(&pinned.joined()).contains("a0"));
+}
+
+#[test]
 fn report_that_waits_for_a_device_holds_up_no_client() {
     let controller = controller();
     let device = Device::that_stops(&controller, "leaf0", |request| matches!(request, Request::Stats));
