@@ -84,7 +84,8 @@ pub(crate) struct Seat {
 pub(crate) fn join(controller: SocketAddr, job: &str) -> [Joined; 2] {
     let rank = |number| {
         let request = JoinRequest {
-            job: job.into(),
+            // What a case is called has spaces.
+            job: job.replace(' ', "-"),
             rank: Rank(number),
             world: 2,
             host: None,
