@@ -2,12 +2,12 @@
 
 mod common;
 
-use common::{Process, children, exit_status, stderr, stdout, sumac};
+use common::{Process, exit_status, processes_with, stderr, stdout, sumac};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::Pid;
 use serde_json::Value;
-use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader};
 use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// What `perf` with a fault printed, once all of it has ended.
 fn faulted(args: &str) -> Output {
@@ -16,30 +16,22 @@ fn faulted(args: &str) -> Output {
 
 /// The same, with arguments that hold blanks.
 fn faulted_with(args: &str, more: &[&str]) -> Output {
+    // All processes of the run have it.
+    const RUN: &str = "SUMAC_TEST_RUN";
+    static RUNS: AtomicU32 = AtomicU32::new(0);
+    let run = format!("{}.{}", std::process::id(), RUNS.fetch_add(1, Ordering::Relaxed));
     let mut command = Command::new(env!("CARGO_BIN_EXE_sumac"));
-    command.args(["perf", "--json"]).args(args.split_whitespace()).args(more);
-    let mut process =
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("started");
-    // Every child that it has at any line it prints.
-    let mut seen: BTreeMap<i32, Process> = BTreeMap::new();
-    let (mut out, mut err) = (Vec::new(), Vec::new());
-    let from = process.stdout.take().expect("piped");
-    let reader = std::thread::spawn(move || {
-        BufReader::new(from).lines().map_while(Result::ok).for_each(|line| out.extend(format!("{line}\n").bytes()));
-        out
-    });
-    for line in BufReader::new(process.stderr.take().expect("piped")).lines().map_while(Result::ok) {
-        seen.extend(children(process.id()).into_iter().map(|child| (child.pid.as_raw_pid(), child)));
-        err.extend(format!("{line}\n").bytes());
-    }
-    let (status, stdout) = (process.wait().expect("ended"), reader.join().expect("nobody panicked"));
-    assert!(!seen.is_empty(), "it has children, which say something: {}", String::from_utf8_lossy(&err));
-    for Process { pid, command, ended } in seen.values() {
+    command.args(["perf", "--json"]).args(args.split_whitespace()).args(more).env(RUN, &run);
+    let process = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("started");
+    let started = processes_with(RUN, &run);
+    assert!(started.iter().any(|found| Some(found.pid) == Pid::from_raw(process.id() as i32)), "it can be seen");
+    let output = process.wait_with_output().expect("ended");
+    for Process { pid, command, ended } in processes_with(RUN, &run) {
         let limit = Timespec { tv_sec: 30, tv_nsec: 0 };
-        let events = poll(&mut [PollFd::new(ended, PollFlags::IN)], Some(&limit)).expect("polled");
+        let events = poll(&mut [PollFd::new(&ended, PollFlags::IN)], Some(&limit)).expect("polled");
         assert_eq!(events, 1, "process {} is left: {command}", pid.as_raw_pid());
     }
-    Output { status, stdout, stderr: err }
+    output
 }
 
 /// Return the rows of a run that went well, in which no element is wrong.

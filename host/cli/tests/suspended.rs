@@ -4,9 +4,11 @@
 mod common;
 
 use common::{Server, serve};
-use rustix::process::{Pid, Signal, getpid, getppid, kill_process, set_parent_process_death_signal};
+use rustix::process::{
+    Pid, Signal, WaitId, WaitIdOptions, getpid, getppid, kill_process, set_parent_process_death_signal, waitid,
+};
 use serde::{Deserialize, Serialize};
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -43,7 +45,7 @@ struct Task {
 enum Work {
     /// Add up many times, and say so before each.
     Rounds(u64),
-    /// Add up once; one rank stops itself between its contribution and the result.
+    /// Add up once; one rank stops itself when it has contributed, the others do not contribute before they are told.
     StopBeforeTheResult,
 }
 
@@ -88,9 +90,11 @@ fn work(task: &Task) {
         }
         Work::StopBeforeTheResult => {
             comm.barrier().expect("all are there");
+            if task.rank as usize != STOPPED {
+                std::io::stdin().read_line(&mut String::new()).expect("told to go on");
+            }
             let handle = comm.start_all_reduce(input(256, 0), ReduceOp::Sum).expect("room");
             if task.rank as usize == STOPPED {
-                println!("=stops");
                 kill_process(getpid(), Signal::STOP).expect("it is ours");
             }
             check(&handle.wait().expect("a sum").0, 0);
@@ -111,7 +115,7 @@ impl Member {
         let mut process = Command::new(std::env::current_exe().expect("the test program"))
             .args(["--quiet", "--exact", "--ignored", "--nocapture", "--test-threads=1", "rank_process"])
             .env(TASK, serde_json::to_string(&(std::process::id(), task)).expect("plain values"))
-            .stdin(Stdio::null())
+            .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .expect("a process");
@@ -128,6 +132,15 @@ impl Member {
 
     fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.process), signal).expect("it is ours");
+    }
+
+    /// Wait until it is stopped.
+    fn until_stopped(&self) {
+        waitid(WaitId::Pid(Pid::from_child(&self.process)), WaitIdOptions::STOPPED).expect("a child").expect("stopped");
+    }
+
+    fn go_on(&self) {
+        self.process.stdin.as_ref().expect("piped").write_all(b"\n").expect("it reads");
     }
 
     fn expect(&self, expected: &str) {
@@ -182,11 +195,11 @@ fn rank_stopped_in_an_operation_goes_on_with_it() {
 /// The others have the last result, and stay until the one that is stopped has it: also where the device dies meanwhile.
 #[test]
 fn ranks_that_leave_wait_for_a_stopped_one() {
-    // By packets: where memory is shared, the device's word that it has put a result there is enough to leave.
-    for (by_packets, dies) in [(true, false), (true, true)] {
+    for (by_packets, dies) in [(true, false), (false, false), (true, true), (false, true)] {
         let (_controller, device, members) = start(by_packets, Work::StopBeforeTheResult);
-        members[STOPPED].expect("stops");
+        members[STOPPED].until_stopped();
         let others = || members.iter().enumerate().filter(|(nth, _)| *nth != STOPPED).map(|(_, member)| member);
+        others().for_each(Member::go_on);
         others().for_each(|member| member.expect("done"));
         let _device = if dies {
             device.kill();
@@ -196,12 +209,13 @@ fn ranks_that_leave_wait_for_a_stopped_one() {
         };
         for member in others() {
             let left = member.lines.recv_timeout(WATCHED);
-            assert_eq!(left, Err(RecvTimeoutError::Timeout), "device dies: {dies}");
+            assert_eq!(left, Err(RecvTimeoutError::Timeout), "by packets: {by_packets}, device dies: {dies}");
         }
         members[STOPPED].signal(Signal::CONT);
         members[STOPPED].expect("done");
         for member in &members {
-            assert_eq!(member.lines.recv_timeout(LONG).as_deref(), Ok("Settled"), "device dies: {dies}");
+            let left = member.lines.recv_timeout(LONG);
+            assert_eq!(left.as_deref(), Ok("Settled"), "by packets: {by_packets}, device dies: {dies}");
         }
     }
 }

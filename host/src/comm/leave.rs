@@ -1,12 +1,13 @@
 //! Leaving a job in good order: not before every rank has every result that this one may be needed for (PROTOCOL 5).
 //!
-//! A result is on its way to the ranks one by one. If a device dies before it has reached all of them, those that have
-//! it, or their contribution, repair it for the others; who has left can't. So a rank leaves when all others have what it
-//! has posted: as the tree says, or, since the tree says so only along with later operations, as the ranks themselves
-//! say ([`super::parley`]), which they do outside of calls too.
+//! A result reaches the ranks one by one. If a device dies before it has reached all of them, those that have it, or
+//! their contribution, repair it for the others; a rank that has left can't. So a rank leaves when all others have what
+//! it has posted. The ranks themselves say so ([`super::parley`]), outside of calls too: what the tree reports (`stable`)
+//! reaches them one by one as well, and a rank that has not heard it needs those that have.
 //!
 //! Invariants:
 //! - nothing that was started is left half done: other ranks wait for it;
+//! - a rank that leaves changes no view unless others ask for it: they do if they lack a result;
 //! - a rank that leaves waits for others no longer than its deadline, and says so.
 
 use super::core::Core;
@@ -54,7 +55,7 @@ impl Core {
         let began = Instant::now();
         let deadline = (began + limit, limit);
         if let Err(error) = self.usable() {
-            return Departure::Failed(error);
+            return if self.had_settled(deadline) { Departure::Settled } else { Departure::Failed(error) };
         }
         let ended = self.run_started(deadline).and_then(|()| self.end_started_in_tree(deadline));
         let stable = ended.and_then(|()| self.wait_until_stable(deadline));
@@ -63,9 +64,22 @@ impl Core {
             Ok(false) => Departure::Unsettled { waited: began.elapsed() },
             Err(error) => {
                 self.note_end(&error);
-                Departure::Failed(error)
+                if self.had_settled(deadline) { Departure::Settled } else { Departure::Failed(error) }
             }
         }
+    }
+
+    /// Tell whether all ranks had everything before this communicator ended: then those that it misses have left.
+    fn had_settled(&self, deadline: Deadline) -> bool {
+        let is_loss = matches!(self.ended, Some(Error::RanksFailed { .. }));
+        let is_complete = self.tree.as_ref().is_some_and(|tree| tree.have() >= tree.end());
+        let Some(parley) = self.parley.as_ref().filter(|_| is_loss && is_complete) else { return false };
+        // Rank 0 has sent that before it left; it may still be on its way.
+        let until = deadline.0.min(Instant::now() + WORD_OF_LOSS);
+        while !parley.inbox().is_stable(self.posted()) && Instant::now() < until {
+            parley.inbox().wait_for_stable(self.posted(), LOOK_INTERVAL);
+        }
+        parley.inbox().is_stable(self.posted())
     }
 
     /// Wait until all ranks have the results of all that was posted; false if that can't be had, or not in time.
@@ -92,6 +106,10 @@ impl Core {
             match self.advance(None, deadline) {
                 Ok(idle) => inbox.wait_for_stable(self.posted(), idle.min(LOOK_INTERVAL)),
                 Err(Error::Deadline { .. }) => return Ok(false),
+                // It has all that it needs of that tree.
+                Err(error) if error.is_loss_of_tree() && !self.is_unsettled() => {
+                    inbox.wait_for_stable(self.posted(), LOOK_INTERVAL);
+                }
                 Err(error) => {
                     // From here on it matters who is gone.
                     inbox.stay();
@@ -106,8 +124,7 @@ impl Core {
     fn is_stable(&self) -> bool {
         // Where ranks were left out, or losses are not repaired, nobody asks for results; schedules keep none.
         let Some(tree) = self.tree.as_ref().filter(|tree| tree.gone().is_empty()) else { return true };
-        let Some(parley) = &self.parley else { return true };
-        tree.stable() >= tree.end() || parley.inbox().is_stable(self.posted())
+        self.parley.as_ref().is_none_or(|parley| parley.inbox().is_stable(Landed::new(self.view, tree.end().0)))
     }
 
     /// Return where this rank's operations in the tree end.

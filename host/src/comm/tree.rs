@@ -137,14 +137,6 @@ impl Tree {
         ChunkNo(self.remains().ops().end())
     }
 
-    /// Return the chunk below which every rank has every result, as far as this rank was told.
-    pub(super) fn stable(&self) -> ChunkNo {
-        match self {
-            Self::Packets(driver) => driver.endpoint().stable(),
-            Self::Reference(driver) => driver.endpoint().stable(),
-        }
-    }
-
     /// Return how many shards the leaf device has; those of a tree have equally many.
     pub(super) fn shards(&self) -> usize {
         match self {

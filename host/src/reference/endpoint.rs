@@ -368,11 +368,6 @@ impl ReferenceEndpoint {
         self.ops.has_room()
     }
 
-    /// Return the chunk below which every rank has every result, as far as this rank was told.
-    pub const fn stable(&self) -> ChunkNo {
-        self.stable
-    }
-
     /// Return why the group is at its end, if it is.
     pub const fn error(&self) -> Option<EndpointError> {
         self.failed

@@ -113,7 +113,7 @@ impl Drop for Server {
     }
 }
 
-/// A child of some process; the file becomes readable when it ends.
+/// A process that some other has started; the file becomes readable when it ends.
 pub(crate) struct Process {
     pub(crate) pid: Pid,
     pub(crate) command: String,
@@ -122,21 +122,34 @@ pub(crate) struct Process {
 
 /// Return the children of a process.
 pub(crate) fn children(parent: u32) -> Vec<Process> {
+    let is_child = |status: &str| {
+        status.lines().any(|line| line.strip_prefix("PPid:").is_some_and(|ppid| ppid.trim() == parent.to_string()))
+    };
+    processes(|path| fs::read_to_string(path.join("status")).is_ok_and(|status| is_child(&status)))
+}
+
+/// Return the processes that were started with a variable, and those that they have started.
+pub(crate) fn processes_with(variable: &str, value: &str) -> Vec<Process> {
+    let entry = format!("{variable}={value}");
+    processes(|path| {
+        let environment = fs::read(path.join("environ")).unwrap_or_default();
+        environment.split(|byte| *byte == 0).any(|found| found == entry.as_bytes())
+    })
+}
+
+/// Return the processes whose folder in `/proc` says what is looked for. One that ends meanwhile is none.
+fn processes(is_wanted: impl Fn(&Path) -> bool) -> Vec<Process> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc").expect("/proc").flatten() {
         let path = entry.path();
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw) else {
             continue;
         };
-        // A process that ends meanwhile is nobody's child.
-        let Ok(status) = fs::read_to_string(path.join("status")) else { continue };
-        if !status.lines().any(|line| line.strip_prefix("PPid:").is_some_and(|ppid| ppid.trim() == parent.to_string()))
-        {
-            continue;
-        }
         let Ok(ended) = pidfd_open(pid, PidfdFlags::empty()) else { continue };
-        let command = fs::read_to_string(path.join("cmdline")).unwrap_or_default().replace('\0', " ");
-        found.push(Process { pid, command, ended });
+        if is_wanted(&path) {
+            let command = fs::read_to_string(path.join("cmdline")).unwrap_or_default().replace('\0', " ");
+            found.push(Process { pid, command, ended });
+        }
     }
     found
 }

@@ -295,6 +295,10 @@ impl World<'_, '_> {
         self.advance(at)
     }
 
+    fn have_all_finished(&self, (job, rank): (usize, usize)) -> bool {
+        self.jobs[job].ranks[rank].heard.finished.len() == self.plan.jobs[job].world
+    }
+
     /// Tell whether a rank is in a repair or a move.
     fn is_busy(&self, at: (usize, usize)) -> bool {
         let phase = &self.jobs[at.0].ranks[at.1].phase;
@@ -306,6 +310,10 @@ impl World<'_, '_> {
         let (world, ops) = (self.plan.jobs[at.0].world, self.plan.jobs[at.0].ops.len());
         loop {
             let now = self.now;
+            // All ranks have all: those that were told before this one are gone, and nobody has to be repaired.
+            if self.is_busy(at) && self.member(at).resumes == Phase::Finishing && self.have_all_finished(at) {
+                return self.end(at, End::Done);
+            }
             let member = self.member(at);
             let epoch = member.epoch;
             match member.phase.clone() {
@@ -349,7 +357,7 @@ impl World<'_, '_> {
                 Phase::Votes if member.heard.votes.get(&epoch).is_some_and(|all| all.len() == world) => {
                     self.commit(at)?;
                 }
-                Phase::Finishing if member.heard.finished.len() == world => return self.end(at, End::Done),
+                Phase::Finishing if self.have_all_finished(at) => return self.end(at, End::Done),
                 _ => return Ok(()),
             }
         }
