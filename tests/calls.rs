@@ -8,8 +8,8 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use sumac::choice::CostTable;
 use sumac::controller::ControllerConfig;
+use sumac::select::CostTable;
 use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, Path, ReduceOp, Straggler};
 use sumac_hal::ids::Rank;
 

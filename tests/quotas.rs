@@ -10,9 +10,9 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
-use sumac::choice::CostTable;
 use sumac::controller::proto::{JobStatus, QueuePlace};
 use sumac::controller::{Controller, ControllerConfig, Quota, Quotas, status};
+use sumac::select::CostTable;
 use sumac::{Algo, Communicator, Dtype, JoinConfig, OpDesc, Outcome, Path, ReduceOp};
 use sumac_firmware::emulated::{Board, BoardConfig, BusConfig};
 use sumac_hal::ctrl::{

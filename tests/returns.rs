@@ -7,8 +7,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use sumac::choice::CostTable;
 use sumac::controller::ControllerConfig;
+use sumac::select::CostTable;
 use sumac::{Communicator, JoinConfig, Outcome, Path, ReduceOp};
 use sumac_hal::uplink::HopTimers;
 

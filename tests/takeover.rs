@@ -7,10 +7,10 @@ use std::net::TcpListener;
 use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
-use sumac::choice::CostTable;
 use sumac::comm::ControllerState;
 use sumac::controller::proto::{ClientReply, ClientRequest, JoinRefusal};
 use sumac::controller::{Controller, ControllerConfig, status};
+use sumac::select::CostTable;
 use sumac::{Communicator, JoinConfig, Path, ReduceOp};
 use sumac_hal::ctrl::{FrameReader, Greeting, send};
 

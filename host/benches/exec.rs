@@ -7,8 +7,8 @@ use std::net::TcpListener;
 use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
-use sumac::coll::{Place, Schedule, halving_doubling, ring};
 use sumac::exec::{Context, JobToken, Mesh, NoInterrupt, execute};
+use sumac::schedule::{Place, Schedule, halving_doubling, ring};
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
 

@@ -9,8 +9,8 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
-use sumac::exec::cuda::compile::{self, CompiledKernel, Target};
-use sumac::exec::gpu::engine::bulk_instruction;
+use sumac::gpu::cuda::compile::{self, CompiledKernel, Target};
+use sumac::gpu::engine::bulk_instruction;
 use sumac::{Dtype, ReduceOp};
 use sumac_hal::reduce::Kernel;
 

@@ -24,9 +24,9 @@ mod peers;
 use out::Out;
 use std::process::ExitCode;
 use std::time::Duration;
-use sumac::exec::cuda::{Cuda, CudaOptions};
-use sumac::exec::gpu::nccl::Nccl;
-use sumac::exec::gpu::{Gpu, GpuError, Part};
+use sumac::gpu::cuda::{Cuda, CudaOptions};
+use sumac::gpu::nccl::Nccl;
+use sumac::gpu::{Gpu, GpuError, Part};
 
 const USAGE: &str = "usage: gpu facts|check|measure SECTION|peers|rehearse [--seconds N] [--trace FILE] \
                      [--kernels FOLDER | --packed FOLDER]";

@@ -2,7 +2,7 @@
 //! the production state machines themselves.
 //!
 //! ```text
-//! scope -> search -> library -> machine: device, rank -> sumac_device::Node, sumac::endpoint::Endpoint
+//! scope -> search -> library -> machine: device, rank -> sumac_device::Node, sumac::transport::packets::Endpoint
 //!            |
 //!          store: the states, each once
 //! ```

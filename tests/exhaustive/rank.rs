@@ -4,7 +4,7 @@ use crate::device::timeless;
 use crate::machine::{Act, Event, Facts, Flaw, Machine};
 use crate::scope::{Data, ELEMENTS, Scope, Wiring};
 use std::ops::Range;
-use sumac::endpoint::{Buffers, Endpoint, EndpointError, Event as Told, OpId};
+use sumac::transport::packets::{Buffers, Endpoint, EndpointError, Event as Told, OpId};
 use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::port::Addr;
 use sumac_hal::time::Instant;

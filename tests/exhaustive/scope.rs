@@ -3,7 +3,7 @@
 use std::fmt;
 use std::num::NonZeroU32;
 use std::ops::Range;
-use sumac::endpoint::EndpointConfig;
+use sumac::transport::packets::EndpointConfig;
 use sumac_hal::ctrl::{ChildMask, GroupConfig, NodeParent, Order, TreeConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::key::GroupSecret;

@@ -6,7 +6,7 @@
 // answer is dst, with 16 bytes before and behind it.
 
 #define SUMAC_HOST
-#include "../../host/src/exec/cuda/kernels.cu"
+#include "../../host/src/gpu/cuda/kernels.cu"
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -9,8 +9,8 @@ use common::{Cluster, by_packets, plain};
 use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 use sumac::controller::ControllerConfig;
-use sumac::exec::gpu::peers::{PeerGroup, PeerOptions, PeerOutcome, Way, WhyStaged};
-use sumac::exec::gpu::{Double, DoubleMemory, Gpu, StagedError, Staging, all_reduce_staged};
+use sumac::gpu::peers::{PeerGroup, PeerOptions, PeerOutcome, Way, WhyStaged};
+use sumac::gpu::{Double, DoubleMemory, Gpu, StagedError, Staging, all_reduce_staged};
 use sumac::{Algo, Communicator, Dtype, Error, Outcome, Path, ReduceOp};
 use sumac_firmware::emulated::BusConfig;
 

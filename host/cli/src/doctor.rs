@@ -207,7 +207,7 @@ fn chosen(setting: &str) -> Option<&str> {
 }
 
 fn cuda() -> Finding {
-    let (health, found, advice) = match sumac::exec::gpu::probe() {
+    let (health, found, advice) = match sumac::gpu::probe() {
         Ok(found) => (Health::Ok, found, String::new()),
         Err(error) => (Health::Missing, error.to_string(), "ranks reduce in CPU memory instead".into()),
     };
@@ -216,7 +216,7 @@ fn cuda() -> Finding {
 
 fn gpu_direct() -> Finding {
     let staged = "GPU buffers go through pinned memory instead".to_owned();
-    let (health, found, advice) = match sumac::exec::gpu::direct::probe_direct() {
+    let (health, found, advice) = match sumac::gpu::direct::probe_direct() {
         Ok(Ok(device)) => {
             let found = format!("{device} registers the GPU's memory (dma-buf)");
             (Health::Ok, found, "communicators do not use it yet: GPU buffers go through pinned memory".into())

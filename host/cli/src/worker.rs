@@ -14,7 +14,7 @@ use anyhow::{Context, anyhow};
 use rustix::time::{ClockId, clock_gettime};
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
-use sumac::choice::Attached;
+use sumac::select::Attached;
 use sumac::{Algo, Attach, CallOptions, Communicator, JoinConfig, Outcome};
 use sumac_hal::op::OpDesc;
 

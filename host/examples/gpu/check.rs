@@ -5,10 +5,10 @@
 use super::{Draws, get, put, write};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-use sumac::coll::{ALGORITHMS, Place, Problem, tree::Tree};
-use sumac::exec::cuda::Cuda;
-use sumac::exec::gpu::engine::{Bulk, Family, GpuEngine};
-use sumac::exec::gpu::{Double, Gpu, GpuBuffers, GpuError, Group, GroupOptions, Part, Request, Staging};
+use sumac::gpu::cuda::Cuda;
+use sumac::gpu::engine::{Bulk, Family, GpuEngine};
+use sumac::gpu::{Double, Gpu, GpuBuffers, GpuError, Group, GroupOptions, Part, Request, Staging};
+use sumac::schedule::{ALGORITHMS, Place, Problem, tree::Tree};
 use sumac::{Algo, Collective, Dtype, OpDesc, Order, Rank, ReduceOp};
 use sumac_hal::dma::{Address, Chain, Completion, Engine, Scope, Status, Step, Tag};
 use sumac_hal::reduce::Kernel;

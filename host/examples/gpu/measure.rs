@@ -9,10 +9,10 @@
 use super::out::Out;
 use super::{Draws, put};
 use std::time::{Duration, Instant};
-use sumac::exec::cuda::{Cuda, Product};
-use sumac::exec::gpu::engine::Bulk;
-use sumac::exec::gpu::trace::Kind;
-use sumac::exec::gpu::{Double, Fused, Gpu, GpuBuffers, GpuError, Group, GroupOptions, Part, Request, Work};
+use sumac::gpu::cuda::{Cuda, Product};
+use sumac::gpu::engine::Bulk;
+use sumac::gpu::trace::Kind;
+use sumac::gpu::{Double, Fused, Gpu, GpuBuffers, GpuError, Group, GroupOptions, Part, Request, Work};
 use sumac::{Algo, Dtype, OpDesc, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
@@ -169,7 +169,7 @@ impl<G: Bulk, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, P> {
                 Ok(moved(3.0 * len_bytes as f64, seconds, copy, goal))
             });
             // In flight: the destination is read by the memory's own units, so as much is moved, by other means.
-            if op == ReduceOp::Sum && sumac::exec::gpu::engine::bulk_instruction(dtype, op).is_some() {
+            if op == ReduceOp::Sum && sumac::gpu::engine::bulk_instruction(dtype, op).is_some() {
                 out.row(&format!("{dtype} {op} in flight"), &[], || {
                     self.gpu.check_bulk()?;
                     let seconds =
@@ -310,7 +310,7 @@ impl<G: Bulk, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, P> {
 }
 
 /// Say how much of a trace overlaps, and write it.
-fn write_trace(timeline: &sumac::exec::gpu::trace::Timeline, to: Option<&str>, out: &mut Out) -> Result<(), GpuError> {
+fn write_trace(timeline: &sumac::gpu::trace::Timeline, to: Option<&str>, out: &mut Out) -> Result<(), GpuError> {
     let overlap = timeline.overlap();
     for kind in [Kind::Compute, Kind::Communication] {
         if !timeline.spans.iter().any(|span| span.kind == kind) {

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 use std::time::{Duration, Instant};
-use sumac::exec::gpu::GpuError;
+use sumac::gpu::GpuError;
 
 /// Where rows go.
 pub(super) struct Out {

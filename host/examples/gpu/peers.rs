@@ -10,10 +10,10 @@ use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
-use sumac::exec::cuda::{Cuda, CudaOptions};
-use sumac::exec::gpu::nccl::Nccl;
-use sumac::exec::gpu::peers::{Bootstrap, PeerError, PeerGroup, PeerOptions, Peered, Reduced, Way};
-use sumac::exec::gpu::{Double, Gpu, GpuBuffers, GpuError, Group, Part, Request};
+use sumac::gpu::cuda::{Cuda, CudaOptions};
+use sumac::gpu::nccl::Nccl;
+use sumac::gpu::peers::{Bootstrap, PeerError, PeerGroup, PeerOptions, Peered, Reduced, Way};
+use sumac::gpu::{Double, Gpu, GpuBuffers, GpuError, Group, Part, Request};
 use sumac::{Algo, Dtype, Error, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
 

@@ -1,5 +1,5 @@
 //! What a communicator does when its tree is lost under operations, or ranks are: it changes its view, together with all
-//! ranks that live ([`crate::repair`] says who agrees how, and what is done about which chunk).
+//! ranks that live ([`crate::recovery`] says who agrees how, and what is done about which chunk).
 //!
 //! It is done by those that wait for an operation within their call, be it one that runs by a schedule or a message, and
 //! by the others on a thread ([`super::lost`]). A schedule that is under way rests meanwhile, as other ranks may come to
@@ -23,11 +23,11 @@ use super::parley::{Inbox, Mail, authority};
 use super::progress::{Deadline, InFlight, Lent};
 use super::repair::Found;
 use super::tree::Tree;
-use crate::endpoint::OpId;
 use crate::exec::{ExecError, Interrupt, JobToken};
-use crate::repair::{
+use crate::recovery::{
     self, Account, Ballot, Dead, Decision, End, Event, Landed, Ledger, Message, Outcome, Unrepairable, View,
 };
+use crate::transport::packets::OpId;
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
 use std::ops::ControlFlow;
@@ -239,14 +239,14 @@ impl Core {
     pub(super) fn fresh(&self, op: OpId) -> Fresh {
         let Some(remains) = self.tree.as_ref().map(Tree::remains) else { return Fresh::Unspecified };
         let left = self.landed.over(remains);
-        if repair::is_unknown(&left, op) { Fresh::Unspecified } else { Fresh::Elements(repair::fresh(&left, op)) }
+        if recovery::is_unknown(&left, op) { Fresh::Unspecified } else { Fresh::Elements(recovery::fresh(&left, op)) }
     }
 
     /// Tell whether memory was taken from a device that went on, and nobody knows what is in the caller's.
     pub(super) fn is_in_doubt(&self) -> bool {
         let Some(remains) = self.tree.as_ref().map(Tree::remains) else { return false };
         let left = self.landed.over(remains);
-        remains.ops().in_flight().any(|op| repair::is_unknown(&left, op.id))
+        remains.ops().in_flight().any(|op| recovery::is_unknown(&left, op.id))
     }
 
     /// Return the calls of operations in the tree, and the first call that is not complete and not there.
@@ -335,11 +335,11 @@ impl Core {
             }
             Event::Run { ballot, accounts } => {
                 talks.found = None;
-                let (trees, accounts) = repair::of_last_tree(&accounts);
+                let (trees, accounts) = recovery::of_last_tree(&accounts);
                 talks.trees = trees;
                 let own = accounts.get(&Rank(self.config.rank)).and_then(|account| account.offered);
                 let all = accounts.values().filter_map(|account| account.offered);
-                talks.settled = own.and_then(|own| Some((own.view, repair::settled(own, all)?)));
+                talks.settled = own.and_then(|own| Some((own.view, recovery::settled(own, all)?)));
                 let listener = talks.bound.take().map(|(_, listener, _)| listener);
                 let attempt = (ballot, &accounts, listener);
                 match self.carry_out(left, attempt, (talks.view.dead(), &talks.inbox), deadline) {
@@ -428,7 +428,7 @@ impl Core {
             let broken = accounts.iter().find(|(_, account)| !is_sound(account));
             broken.map_or(Ok(()), |(&rank, _)| Err(unsound(rank)))?;
         }
-        let (plan, decision) = repair::decide(accounts, self.config.world);
+        let (plan, decision) = recovery::decide(accounts, self.config.world);
         if !plan.pieces.is_empty() {
             let listener = listener.ok_or_else(|| Error::Argument("an attempt without a listener".into()))?;
             let lost = Arc::clone(&self.lost);
@@ -474,7 +474,7 @@ fn ended(outcome: &Outcome<Decision>, cause: &Error, waited: Duration) -> Option
 
 fn account(left: &Left<'_, '_, '_>, address: SocketAddr, trees: u32) -> Account {
     let remains = left.tree.map(Tree::remains);
-    let ledger = remains.map_or_else(|| Ledger::new(0), |remains| repair::ledger(&left.landed.over(remains)));
+    let ledger = remains.map_or_else(|| Ledger::new(0), |remains| recovery::ledger(&left.landed.over(remains)));
     let in_flight = remains.into_iter().flat_map(|remains| remains.ops().in_flight());
     let calls = in_flight.filter_map(|op| Some((op.end(), *left.calls.get(&op.id)?))).collect();
     Account { ledger, calls, open: left.open, address, trees, offered: None }

@@ -4,7 +4,7 @@
 //! Invariant: a choice depends on the operation, what is asked for and the communicator's situation, which is fixed for
 //! its life; so what was chosen once is what would be chosen again.
 
-use crate::choice::Algo;
+use crate::select::Algo;
 use sumac_hal::op::{OpDesc, Path};
 
 /// How many are kept: the operations of a program's inner loop.

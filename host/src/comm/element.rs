@@ -1,7 +1,7 @@
 //! What buffers are made of.
 
 use super::{Communicator, Error};
-use crate::reference::Buffer;
+use crate::transport::memory::Buffer;
 use std::any::Any;
 use sumac_hal::op::Dtype;
 

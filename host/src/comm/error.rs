@@ -1,10 +1,10 @@
 //! What a call on a communicator can end in.
 
-use crate::choice::RuledOut;
 use crate::controller::proto::Over;
-use crate::endpoint::EndpointError;
 use crate::exec::ExecError;
-use crate::reference::RegisterError;
+use crate::select::RuledOut;
+use crate::transport::memory::RegisterError;
+use crate::transport::packets::EndpointError;
 use std::fmt;
 use std::ops::Range;
 use std::time::Duration;

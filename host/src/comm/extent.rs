@@ -2,8 +2,8 @@
 //! [`crate::comm`], in bytes.
 
 use super::error::Error;
-use crate::coll::{Place, Span};
 use crate::exec::Buffers;
+use crate::schedule::{Place, Span};
 use std::ops::Range;
 use sumac_hal::op::{Collective, OpDesc};
 
@@ -104,8 +104,8 @@ impl Extent {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::coll::tree::Tree;
-    use crate::coll::{ALGORITHMS, Buffer, Pattern, Problem};
+    use crate::schedule::tree::Tree;
+    use crate::schedule::{ALGORITHMS, Buffer, Pattern, Problem};
     use sumac_hal::ctrl::Order;
     use sumac_hal::ids::Rank;
     use sumac_hal::op::{Dtype, ReduceOp};

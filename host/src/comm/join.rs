@@ -5,15 +5,16 @@ use super::lost::Lost;
 use super::parley::Parley;
 use super::straggler::Straggler;
 use super::tree::{Tree, seating};
-use crate::choice::{Algo, Declared, Situation};
-use crate::coll::Place;
 use crate::controller::proto::{
     Attach, ClientRequest, DEFAULT_TENANT, JoinRequest, Terms, TreeMembership, UnknownAttach, check_tenant,
 };
 use crate::controller::{ClientError, Notice, Session};
-use crate::endpoint::Endpoint;
-use crate::exec::{JobToken, Mesh, MeshError, TreeDriver};
-use crate::reference::{AttachError, ReferenceDriver, Remote};
+use crate::exec::{JobToken, Mesh, MeshError};
+use crate::schedule::Place;
+use crate::select::{Algo, Declared, Situation};
+use crate::transport::memory::{AttachError, ReferenceDriver, Remote};
+use crate::transport::packets::Endpoint;
+use crate::transport::packets::TreeDriver;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::Duration;

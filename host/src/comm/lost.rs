@@ -10,7 +10,7 @@ use super::error::Error;
 use super::offer::Offers;
 use super::parley::Inbox;
 use crate::controller::proto::{Over, QueuePlace};
-use crate::reference;
+use crate::transport::memory;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
@@ -86,7 +86,7 @@ struct Wakers {
     /// Who waits for packets.
     port: Option<Waker>,
     /// Who waits for a device by reference.
-    reference: Option<reference::Waker>,
+    reference: Option<memory::Waker>,
     /// Who changes the view.
     inbox: Option<Arc<Inbox>>,
 }
@@ -126,18 +126,18 @@ impl Lost {
     }
 
     /// Wake this from now on as well.
-    pub(super) fn attach(&self, waker: reference::Waker) {
+    pub(super) fn attach(&self, waker: memory::Waker) {
         self.wakers().reference = Some(waker);
     }
 
     /// Wake these from now on, and none else: the tree is another one. Look at what was noted before waiting on them.
-    pub(super) fn set_wakers(&self, port: Option<Waker>, reference: Option<reference::Waker>) {
+    pub(super) fn set_wakers(&self, port: Option<Waker>, reference: Option<memory::Waker>) {
         let mut wakers = self.wakers();
         (wakers.port, wakers.reference) = (port, reference);
     }
 
     /// Return who is woken for the tree.
-    pub(super) fn tree_wakers(&self) -> (Option<Waker>, Option<reference::Waker>) {
+    pub(super) fn tree_wakers(&self) -> (Option<Waker>, Option<memory::Waker>) {
         let wakers = self.wakers();
         (wakers.port.clone(), wakers.reference.clone())
     }
@@ -154,7 +154,7 @@ impl Lost {
         self.offers.wake();
         let wakers = self.wakers();
         wakers.port.iter().for_each(Waker::wake);
-        wakers.reference.iter().for_each(reference::Waker::wake);
+        wakers.reference.iter().for_each(memory::Waker::wake);
         wakers.inbox.iter().for_each(|inbox| inbox.wake());
     }
 

@@ -18,7 +18,7 @@
 //! # How long buffers are
 //!
 //! `n` is the operation's count: the elements of all blocks where ranks own blocks, which are those of
-//! [`Span::of_blocks`](crate::coll::Span) (equal where the number of ranks divides n).
+//! [`Span::of_blocks`](crate::schedule::Span) (equal where the number of ranks divides n).
 //!
 //! | collective | input | output | in place |
 //! |---|---|---|---|
@@ -120,9 +120,9 @@ mod started;
 mod straggler;
 mod tree;
 
-pub use crate::endpoint::Slowest;
 pub use crate::exec::Buffers;
-pub use crate::reference::{Buffer, Transfer};
+pub use crate::transport::memory::{Buffer, Transfer};
+pub use crate::transport::packets::Slowest;
 pub use bucket::BUCKET_BYTES;
 pub(crate) use bucket::buckets;
 pub use cart::Cart;
@@ -140,8 +140,8 @@ pub use straggler::Straggler;
 use self::core::Core;
 use self::lost::Lost;
 use self::own::Own;
-use crate::choice::{Algo, Explanation};
 use crate::controller::proto::QueuePlace;
+use crate::select::{Algo, Explanation};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use sumac_hal::op::{OpDesc, Path};

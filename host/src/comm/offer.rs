@@ -21,7 +21,7 @@
 //! - All ranks that were told where to move meet there, whatever has happened since: some are there already, and wait.
 //!   That there is no tree for them any more they find out together.
 
-use crate::repair::Offered;
+use crate::recovery::Offered;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;

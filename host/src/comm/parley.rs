@@ -9,7 +9,7 @@
 
 use crate::exec::JobToken;
 use crate::exec::notes::{Heard, Notes, Sender};
-use crate::repair::{Account, Authority, Dead, Decision, Message};
+use crate::recovery::{Account, Authority, Dead, Decision, Message};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeSet, VecDeque};
 use std::net::{SocketAddr, TcpListener};
@@ -437,7 +437,7 @@ pub(super) const fn authority(has_controller: bool) -> Authority {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::repair::{Ballot, Outcome};
+    use crate::recovery::{Ballot, Outcome};
 
     fn inbox() -> Inbox {
         let inbox = Inbox::new(Rank(0), 3);

@@ -8,10 +8,10 @@ pub(super) use super::core::Lines;
 use super::error::{Error, Fresh};
 use super::extent::Extent;
 use super::started::InTree;
-use crate::coll::{ALGORITHMS, Place, Problem, Schedule, pairwise};
-use crate::endpoint::{self, Event, OpId};
 use crate::exec::{Buffers, Context, ExecError, Interrupt, execute};
-use crate::reference::Transfer;
+use crate::schedule::{ALGORITHMS, Place, Problem, Schedule, pairwise};
+use crate::transport::memory::Transfer;
+use crate::transport::packets::{self, Event, OpId};
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::os::fd::BorrowedFd;
@@ -45,7 +45,7 @@ pub(super) struct InFlight<'c, 'b> {
     pub(super) lent: Option<Lent<'c, 'b>>,
 }
 
-impl endpoint::Buffers for InFlight<'_, '_> {
+impl packets::Buffers for InFlight<'_, '_> {
     fn input(&self, op: OpId) -> &[u8] {
         match &self.lent {
             Some(lent) if lent.op == op => lent.extent.input(lent.buffers),

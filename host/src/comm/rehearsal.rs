@@ -2,7 +2,7 @@
 //! simulator whose ranks do not wait in threads.
 
 use super::offer::{Offers, Turn};
-use crate::repair::settled;
+use crate::recovery::settled;
 
 /// What a call has to do before it begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,12 +9,12 @@ use super::offer::Turn;
 use super::progress::{Deadline, Lines};
 use super::started::{Owned, Started};
 use super::tree::Tree;
-use crate::choice::{Algo, Declared, Situation, explain};
-use crate::coll::Place;
 use crate::controller::proto::Membership;
-use crate::endpoint::OpId;
 use crate::exec::{Buffers, Mesh};
-use crate::repair::{self, Account, Ballot, Piece, Source};
+use crate::recovery::{self, Account, Ballot, Piece, Source};
+use crate::schedule::Place;
+use crate::select::{Algo, Declared, Situation, explain};
+use crate::transport::packets::OpId;
 use std::collections::BTreeMap;
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -80,7 +80,7 @@ impl Core {
         let Some(tree) = left.tree.map(Tree::remains) else {
             return Err(Error::Argument(format!("the repair of {} without a tree", piece.op.desc)));
         };
-        let len_of = repair::result_lens(tree, &piece.op);
+        let len_of = recovery::result_lens(tree, &piece.op);
         let mut bytes = Vec::new();
         let mut first = piece.first;
         while first < piece.end {
@@ -94,7 +94,7 @@ impl Core {
             let desc = match piece.source {
                 Source::Held(holder) => {
                     if holder.0 == self.config.rank {
-                        (first..end).for_each(|seq| repair::give_result(&remains, seq, left.buffers, &mut bytes));
+                        (first..end).for_each(|seq| recovery::give_result(&remains, seq, left.buffers, &mut bytes));
                     } else {
                         bytes.resize(len, 0);
                     }
@@ -102,7 +102,7 @@ impl Core {
                     OpDesc::broadcast(Dtype::U8, Rank(root as u32), len as u64)
                 }
                 Source::Recompute => {
-                    (first..end).for_each(|seq| repair::give_contribution(&remains, seq, left.buffers, &mut bytes));
+                    (first..end).for_each(|seq| recovery::give_contribution(&remains, seq, left.buffers, &mut bytes));
                     let count = len / piece.op.desc.element_bytes().max(1);
                     OpDesc { collective: Collective::AllReduce, root: Rank(0), count: count as u64, ..piece.op.desc }
                 }
@@ -114,7 +114,7 @@ impl Core {
             self.run_among_live(&desc, attempt, &mut bytes, deadline, urgent)?;
             let mut at = 0;
             for seq in first..end {
-                repair::land(&remains, seq, &bytes[at..at + len_of(seq)], left.buffers);
+                recovery::land(&remains, seq, &bytes[at..at + len_of(seq)], left.buffers);
                 at += len_of(seq);
             }
             left.landed.note(first..end);

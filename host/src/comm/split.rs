@@ -4,8 +4,8 @@
 //! overlap freely. Names tell them apart in every log line: `job/0.3` is color 3 of the job's first split.
 
 use super::{Buffers, CallOptions, Communicator, Error, JoinConfig, JoinError, Straggler};
-use crate::choice::Algo;
 use crate::controller::derived_name;
+use crate::select::Algo;
 use sumac_hal::op::{Dtype, OpDesc};
 use thiserror::Error as ThisError;
 

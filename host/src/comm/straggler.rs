@@ -15,8 +15,8 @@
 use super::core::Core;
 use super::error::Error;
 use super::{CallOptions, Outcome};
-use crate::choice::{Algo, Explanation, RuledOut};
-use crate::endpoint::{OpId, Verdict};
+use crate::select::{Algo, Explanation, RuledOut};
+use crate::transport::packets::{OpId, Verdict};
 use std::time::Duration;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, OpDesc, Path};
@@ -171,7 +171,7 @@ fn rule_out(mut found: Explanation, of_tree: Option<WhyNot>) -> Explanation {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::choice::Candidate;
+    use crate::select::Candidate;
 
     fn found(requested: Algo) -> Explanation {
         let candidate = |path| Candidate { path, cost_s: Ok(1.0) };

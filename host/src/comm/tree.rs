@@ -3,10 +3,10 @@
 use super::error::Error;
 use super::extent::Extent;
 use crate::controller::proto::TreeMembership;
-use crate::endpoint::{self, EndpointError, EndpointStats, Event, OpId, Verdict};
-use crate::exec::{Buffers, TreeDriver};
-use crate::reference::{Places, ReferenceDriver, Seating, Transfer};
-use crate::repair::Remains;
+use crate::exec::Buffers;
+use crate::recovery::Remains;
+use crate::transport::memory::{Places, ReferenceDriver, Seating, Transfer};
+use crate::transport::packets::{self, EndpointError, EndpointStats, Event, OpId, TreeDriver, Verdict};
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 use sumac_hal::hosted::HostedPort;
@@ -56,15 +56,15 @@ impl Tree {
         }
     }
 
-    fn refused(&self, error: endpoint::PostError) -> Error {
+    fn refused(&self, error: packets::PostError) -> Error {
         match error {
-            endpoint::PostError::Failed(error) => self.named(error),
-            endpoint::PostError::TooMany { limit } => Error::TooManyInFlight { limit, waited: Duration::ZERO },
+            packets::PostError::Failed(error) => self.named(error),
+            packets::PostError::TooMany { limit } => Error::TooManyInFlight { limit, waited: Duration::ZERO },
         }
     }
 
     /// Do what can be done without waiting.
-    pub(super) fn pump(&mut self, buffers: &mut impl endpoint::Buffers) -> Option<Duration> {
+    pub(super) fn pump(&mut self, buffers: &mut impl packets::Buffers) -> Option<Duration> {
         match self {
             Self::Packets(driver) => driver.pump(buffers),
             Self::Reference(driver) => driver.pump(buffers),
@@ -172,7 +172,7 @@ impl Tree {
     }
 
     /// End the group; what its device had for this rank is in the rank's buffers afterwards, and nothing follows.
-    pub(super) fn salvage(&mut self, buffers: &mut impl endpoint::Buffers) {
+    pub(super) fn salvage(&mut self, buffers: &mut impl packets::Buffers) {
         match self {
             Self::Packets(driver) => driver.endpoint_mut().close(),
             Self::Reference(driver) => driver.salvage(buffers),

@@ -50,7 +50,7 @@ pub use books::{Quota, Quotas};
 pub use client::{ClientError, Notice, Session, status};
 pub use limits::{Limits, derived_name};
 
-use crate::choice::CostTable;
+use crate::select::CostTable;
 use crate::topo::Fabric;
 use connections::Connections;
 use device::{DeviceSession, answer_due};

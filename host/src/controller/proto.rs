@@ -8,9 +8,9 @@ pub use refusal::JoinRefusal;
 pub use status::{DeviceStatus, FabricStatus, JobStatus, JobTree, StatusReport, TenantStatus};
 pub use terms::{Attach, BadTenant, DEFAULT_TENANT, MAX_TENANT_LEN, Terms, UnknownAttach, check_tenant};
 
-use crate::choice::{CostTable, TreeFacts};
-use crate::endpoint::EndpointConfig;
 use crate::plan::Child;
+use crate::select::{CostTable, TreeFacts};
+use crate::transport::packets::EndpointConfig;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::SocketAddr;

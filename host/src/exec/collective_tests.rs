@@ -3,8 +3,8 @@
 
 use super::tests::{context, meshes, on_ranks};
 use super::*;
-use crate::coll::tree::Tree;
-use crate::coll::{ALGORITHMS, Algorithm, Pattern, Place, Problem, Schedule, Span, pairwise};
+use crate::schedule::tree::Tree;
+use crate::schedule::{ALGORITHMS, Algorithm, Pattern, Place, Problem, Schedule, Span, pairwise};
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};

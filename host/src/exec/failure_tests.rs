@@ -4,7 +4,7 @@ use super::frame::{AbortFrame, FrameKind, HEADER_BYTES, HELLO_BYTES, Header, Hel
 use super::link::Link;
 use super::tests::{BOTH, FAR, TOKEN, all_reduce, context, meshes, meshes_with, on_ranks};
 use super::*;
-use crate::coll::{Place, Schedule, dissemination, ring};
+use crate::schedule::{Place, Schedule, dissemination, ring};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};

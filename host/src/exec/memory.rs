@@ -4,7 +4,7 @@
 
 use super::error::ExecError;
 use super::place::{Fused, Places, Store, check_lengths};
-use crate::coll::{Buffer, Landing, Local, Recv, Region, Schedule, Span};
+use crate::schedule::{Buffer, Landing, Local, Recv, Region, Schedule, Span};
 use std::ops::Range;
 use sumac_hal::reduce::Kernel;
 
@@ -12,7 +12,7 @@ use sumac_hal::reduce::Kernel;
 #[derive(Debug)]
 pub enum Buffers<'a> {
     /// One buffer, as long as the longer of input and output;
-    /// [`Layout::in_place_at`](crate::coll::Layout::in_place_at) says where the shorter lies.
+    /// [`Layout::in_place_at`](crate::schedule::Layout::in_place_at) says where the shorter lies.
     InPlace(&'a mut [u8]),
     /// The input stays as it is.
     Separate {

@@ -11,7 +11,7 @@ use super::link::{Link, Moved, State, write};
 use super::message::Messages;
 use super::run::Progress;
 use super::watch::Watched;
-use crate::coll::Place;
+use crate::schedule::Place;
 use rustix::event::PollFd;
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener, TcpStream};

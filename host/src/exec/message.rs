@@ -18,7 +18,7 @@ use super::memory::Memory;
 use super::mesh::Mesh;
 use super::polls::{Polling, Polls};
 use super::run::{Failure, Interrupt, Run};
-use crate::coll::{Layout, Schedule, Step};
+use crate::schedule::{Layout, Schedule, Step};
 use rustix::event::PollFlags;
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};

@@ -3,7 +3,7 @@
 use super::message::{Direction, Message, POSTS_MAX, Ticket, poll, transfer, wait};
 use super::tests::{FAR, all_reduce, context, meshes, on_ranks};
 use super::*;
-use crate::coll::pairwise;
+use crate::schedule::pairwise;
 use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};

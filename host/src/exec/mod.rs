@@ -6,7 +6,7 @@
 //!
 //! [`gpu`] runs the same schedules over GPUs' memory, for ranks that share one and for ranks that reach each other's.
 //!
-//! [`Mesh`] owns the connections, [`execute`] runs one rank's [`Schedule`](crate::coll::Schedule) over them.
+//! [`Mesh`] owns the connections, [`execute`] runs one rank's [`Schedule`](crate::schedule::Schedule) over them.
 //! One thread, non-blocking sockets and one `poll`; nothing is allocated per operation once the mesh is warm.
 //!
 //! Invariants:
@@ -22,11 +22,8 @@
 mod abort;
 mod acceptor;
 mod announce;
-#[cfg(feature = "cuda")]
-pub mod cuda;
 mod error;
 mod frame;
-pub mod gpu;
 mod greet;
 mod lane;
 mod link;
@@ -34,10 +31,9 @@ mod memory;
 mod mesh;
 pub mod message;
 pub(crate) mod notes;
-mod place;
+pub(crate) mod place;
 mod polls;
 mod run;
-mod tree;
 mod watch;
 
 #[cfg(test)]
@@ -47,10 +43,9 @@ mod failure_tests;
 #[cfg(test)]
 mod message_tests;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub use error::{Call, ExecError, MeshError, Refusal};
 pub use memory::Buffers;
 pub use mesh::{JobToken, Mesh};
 pub use run::{Context, Interrupt, NoInterrupt, execute};
-pub use tree::TreeDriver;

@@ -7,13 +7,13 @@
 //! one and the schedule allows it, `Work` lies in the caller's output.
 
 use super::error::ExecError;
-use crate::coll::{Buffer, Landing, Layout, Recv, Region, Schedule, Span};
+use crate::schedule::{Buffer, Landing, Layout, Recv, Region, Schedule, Span};
 use std::ops::Range;
 use sumac_hal::reduce::Kernel;
 
 /// Which memory a region lies in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Store {
+pub(crate) enum Store {
     /// The input, where it has memory of its own.
     Input,
     /// The output, or, in place, both.
@@ -24,37 +24,37 @@ pub(super) enum Store {
 
 /// The lay-out of one operation's memory at one rank.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Places {
+pub(crate) struct Places {
     input_is_apart: bool,
     /// Where input and output begin in [`Store::User`], in bytes.
     input_at: usize,
     output_at: usize,
     work_in_output: bool,
     reduces: bool,
-    pub(super) element_bytes: usize,
-    pub(super) partial_bytes: usize,
+    pub(crate) element_bytes: usize,
+    pub(crate) partial_bytes: usize,
     /// The bytes of [`Store::Work`].
-    pub(super) work_bytes: usize,
+    pub(crate) work_bytes: usize,
 }
 
 /// What becomes of elements that arrive, in one pass over them.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Fused {
+pub(crate) struct Fused {
     /// Whether they are accumulators.
-    pub(super) is_partial: bool,
+    pub(crate) is_partial: bool,
     /// With what they combine, and whether that is accumulators.
-    pub(super) own: Option<(Store, Range<usize>, bool)>,
+    pub(crate) own: Option<(Store, Range<usize>, bool)>,
     /// Where they go.
-    pub(super) to: (Store, Range<usize>),
+    pub(crate) to: (Store, Range<usize>),
     /// Whether they are rounded there; if not, they stay accumulators.
-    pub(super) is_finished: bool,
+    pub(crate) is_finished: bool,
     /// How many there are.
-    pub(super) count: usize,
+    pub(crate) count: usize,
 }
 
 impl Places {
     /// Lay out the memory of a schedule, with input and output apart or in one buffer.
-    pub(super) fn new(
+    pub(crate) fn new(
         schedule: &Schedule,
         element_bytes: usize,
         kernel: Option<&Kernel>,
@@ -90,7 +90,7 @@ impl Places {
     }
 
     /// The lay-out of no memory, for a run without a schedule.
-    pub(super) const fn none() -> Self {
+    pub(crate) const fn none() -> Self {
         Self {
             input_is_apart: false,
             input_at: 0,
@@ -104,7 +104,7 @@ impl Places {
     }
 
     /// Return the size of an element as it travels from a buffer.
-    pub(super) const fn bytes_each(&self, from: Buffer) -> usize {
+    pub(crate) const fn bytes_each(&self, from: Buffer) -> usize {
         match from {
             Buffer::Input | Buffer::Output => self.element_bytes,
             Buffer::Work => self.partial_bytes,
@@ -112,19 +112,19 @@ impl Places {
     }
 
     /// Return the bytes of a message on the wire.
-    pub(super) const fn len_bytes(&self, recv: &Recv) -> usize {
+    pub(crate) const fn len_bytes(&self, recv: &Recv) -> usize {
         recv.landing.to.span.len * self.bytes_each(recv.sent_from)
     }
 
     /// Return whether elements land as they are: no operand, no other type, no rounding.
-    pub(super) fn is_plain(&self, from: Buffer, landing: &Landing) -> bool {
+    pub(crate) fn is_plain(&self, from: Buffer, landing: &Landing) -> bool {
         let to = landing.to.buffer;
         let is_loaded_as_is = to == Buffer::Work && self.partial_bytes == self.element_bytes;
         landing.with.is_none() && (!self.reduces || from == to || is_loaded_as_is)
     }
 
     /// Return where a region lies.
-    pub(super) fn locate(&self, Region { buffer, span }: Region) -> (Store, Range<usize>) {
+    pub(crate) fn locate(&self, Region { buffer, span }: Region) -> (Store, Range<usize>) {
         let range = |at: usize, each: usize| at + span.start * each..at + span.end() * each;
         match buffer {
             Buffer::Input if self.input_is_apart => (Store::Input, range(0, self.element_bytes)),
@@ -137,7 +137,7 @@ impl Places {
     /// Return what `len` elements do that begin `at` elements into a landing, in the form of buffer `from`.
     ///
     /// What is received goes to the right of the operator, whatever the schedule says: operators commute to the bit.
-    pub(super) fn fused(&self, from: Buffer, landing: &Landing, at: usize, len: usize) -> Fused {
+    pub(crate) fn fused(&self, from: Buffer, landing: &Landing, at: usize, len: usize) -> Fused {
         let part = |region: Region| region.buffer.at(Span { start: region.span.start + at, len });
         let own = landing.with.map(|operand| {
             let (store, range) = self.locate(part(operand.own));
@@ -154,7 +154,7 @@ impl Places {
 }
 
 /// Check buffers of these lengths against a layout: an input and an output, or one for both.
-pub(super) fn check_lengths(
+pub(crate) fn check_lengths(
     layout: &Layout,
     element_bytes: usize,
     input_bytes: Option<usize>,

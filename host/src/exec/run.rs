@@ -14,7 +14,7 @@ use super::memory::{Buffers, Memory};
 use super::mesh::Mesh;
 use super::message::Message;
 use super::polls::{Polling, Polls};
-use crate::coll::{Recv, Schedule, Send, Step};
+use crate::schedule::{Recv, Schedule, Send, Step};
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
 use sumac_hal::ids::Rank;
@@ -71,7 +71,7 @@ impl Interrupt for NoInterrupt {
 ///
 /// They hold as many elements of the type of `ctx.desc` as [`Schedule::layout`] says; `kernel` is needed where the
 /// schedule reduces. Every rank must call this with the same operation in the same order. The schedule is one that
-/// [`crate::coll::check`] lets pass.
+/// [`crate::schedule::check`] lets pass.
 ///
 /// # Errors
 /// [`ExecError::Invalid`] if the arguments contradict each other: nothing has been sent. Any other error is the

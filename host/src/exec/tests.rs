@@ -1,25 +1,25 @@
 //! Meshes between threads over loopback TCP: values against an oracle of one's own.
 
 use super::*;
-use crate::coll::{Place, Schedule, halving_doubling, ring};
+use crate::schedule::{Place, Schedule, halving_doubling, ring};
 use std::net::{SocketAddr, TcpListener};
 use std::thread;
 use std::time::{Duration, Instant};
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
-pub(super) const TOKEN: JobToken = JobToken(0x5eed);
+pub(crate) const TOKEN: JobToken = JobToken(0x5eed);
 /// Long enough for any machine; no test waits for it.
-pub(super) const FAR: Duration = Duration::from_secs(120);
+pub(crate) const FAR: Duration = Duration::from_secs(120);
 type Algorithm = fn(Place, usize) -> Schedule;
-pub(super) const BOTH: [(Path, Algorithm); 2] =
+pub(crate) const BOTH: [(Path, Algorithm); 2] =
     [(Path::Ring, ring::all_reduce), (Path::HalvingDoubling, halving_doubling::all_reduce)];
 
-pub(super) fn meshes(ranks: u32) -> Vec<Mesh> {
+pub(crate) fn meshes(ranks: u32) -> Vec<Mesh> {
     meshes_with(&vec![TOKEN; ranks as usize])
 }
 
-pub(super) fn meshes_with(tokens: &[JobToken]) -> Vec<Mesh> {
+pub(crate) fn meshes_with(tokens: &[JobToken]) -> Vec<Mesh> {
     let listeners: Vec<_> = tokens.iter().map(|_| TcpListener::bind("127.0.0.1:0").expect("loopback")).collect();
     let addresses: Vec<SocketAddr> = listeners.iter().map(|listener| listener.local_addr().expect("bound")).collect();
     let places = Place::all(tokens.len() as u32);
@@ -28,7 +28,7 @@ pub(super) fn meshes_with(tokens: &[JobToken]) -> Vec<Mesh> {
 }
 
 /// Run `body` for each rank on a thread of its own; the meshes live until all have ended.
-pub(super) fn on_ranks<T: Send>(meshes: &mut [Mesh], body: impl Fn(&mut Mesh) -> T + Sync) -> Vec<T> {
+pub(crate) fn on_ranks<T: Send>(meshes: &mut [Mesh], body: impl Fn(&mut Mesh) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let body = &body;
         let ranks: Vec<_> = meshes.iter_mut().map(|mesh| scope.spawn(move || body(mesh))).collect();
@@ -36,11 +36,11 @@ pub(super) fn on_ranks<T: Send>(meshes: &mut [Mesh], body: impl Fn(&mut Mesh) ->
     })
 }
 
-pub(super) fn context(op_index: u64, desc: OpDesc, path: Path) -> Context {
+pub(crate) fn context(op_index: u64, desc: OpDesc, path: Path) -> Context {
     Context { op_index, signature: desc.signature(path, 1), desc, path, deadline: Instant::now() + FAR }
 }
 
-pub(super) fn all_reduce(
+pub(crate) fn all_reduce(
     mesh: &mut Mesh,
     op_index: u64,
     path: Path,
@@ -98,7 +98,7 @@ fn encode_quotient(dtype: Dtype, dividend: i32, divisor: u32) -> Vec<u8> {
 }
 
 /// A rank's element of an operation: a value, or a pair with the rank as its index.
-pub(super) fn contribution(dtype: Dtype, op: ReduceOp, rank: u32, element: usize) -> Vec<u8> {
+pub(crate) fn contribution(dtype: Dtype, op: ReduceOp, rank: u32, element: usize) -> Vec<u8> {
     let mut bytes = encode(dtype, operand(dtype, op, rank, element));
     if op.is_located() {
         bytes.extend(&u64::from(rank).to_le_bytes()[..dtype.size_bytes()]);
@@ -107,7 +107,7 @@ pub(super) fn contribution(dtype: Dtype, op: ReduceOp, rank: u32, element: usize
 }
 
 /// The result's element, from all ranks' values.
-pub(super) fn expected(dtype: Dtype, op: ReduceOp, ranks: u32, element: usize) -> Vec<u8> {
+pub(crate) fn expected(dtype: Dtype, op: ReduceOp, ranks: u32, element: usize) -> Vec<u8> {
     let values: Vec<i32> = (0..ranks).map(|rank| operand(dtype, op, rank, element)).collect();
     let (least, greatest) = (*values.iter().min().expect("a rank"), *values.iter().max().expect("a rank"));
     let truths = values.iter().filter(|&&value| value != 0).count();
@@ -170,7 +170,7 @@ fn every_type_operator_count_and_rank_count() {
 
 #[test]
 fn the_bits_are_those_of_the_proved_expression() {
-    use crate::coll::check::{Goal, check};
+    use crate::schedule::check::{Goal, check};
     let count = 1000;
     let float = |rank: u32, element: usize| {
         let bits = (u64::from(rank) << 32 | element as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);

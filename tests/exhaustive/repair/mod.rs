@@ -1,5 +1,5 @@
 //! One repair with a second failure: all ways in which the ranks of a small cluster can make good what the loss of their
-//! tree has left, by the production code of `sumac::repair`, whatever goes wrong meanwhile.
+//! tree has left, by the production code of `sumac::recovery`, whatever goes wrong meanwhile.
 //!
 //! | file | what |
 //! |---|---|

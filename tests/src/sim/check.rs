@@ -10,7 +10,7 @@ use super::setup::Member;
 use super::wiring::LEASE_MS;
 use std::collections::BTreeMap;
 use std::time::Duration;
-use sumac::endpoint::EndpointError;
+use sumac::transport::packets::EndpointError;
 use sumac_hal::ctrl::{Counters, DropReason};
 use sumac_hal::ids::ChunkNo;
 use sumac_hal::op::{Collective, OpDesc};

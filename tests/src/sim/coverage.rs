@@ -5,7 +5,7 @@
 //! arrive.
 
 use std::collections::BTreeMap;
-use sumac::endpoint::{EndpointError, Progress};
+use sumac::transport::packets::{EndpointError, Progress};
 use sumac_device::{Event, Node, Phase};
 use sumac_hal::ctrl::DropReason;
 use sumac_hal::ids::GroupId;

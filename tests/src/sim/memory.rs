@@ -5,7 +5,7 @@ use super::options::Options;
 use super::setup::element;
 use crate::oracle::{expected, weight};
 use std::ops::Range;
-use sumac::endpoint::{Buffers, OpId};
+use sumac::transport::packets::{Buffers, OpId};
 use sumac_hal::op::{Collective, OpDesc};
 
 /// A rank's buffers in one group, by operation.

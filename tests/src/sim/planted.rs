@@ -1,6 +1,6 @@
 //! The bug that everybody in a run has, if any: with the feature `planted` only (`sumac_hal::planted`).
 
-use sumac::endpoint::Endpoint;
+use sumac::transport::packets::Endpoint;
 use sumac_device::Node;
 use sumac_hal::ids::Epoch;
 use sumac_hal::planted;

@@ -2,8 +2,8 @@
 //! production kernels and the production description of the tree.
 
 use crate::oracle::Shape;
-use sumac::coll::tree::Tree;
 use sumac::plan::Child;
+use sumac::schedule::tree::Tree;
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::OpDesc;

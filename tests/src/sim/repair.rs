@@ -23,8 +23,8 @@ use super::reduce::{reduce, tree};
 use super::report::Violation;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use sumac::endpoint::{Endpoint, EndpointError};
 use sumac::rehearsal::{Account, Chunk, Decision, Origin};
+use sumac::transport::packets::{Endpoint, EndpointError};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Path};
 

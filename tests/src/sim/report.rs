@@ -2,7 +2,7 @@
 
 use super::coverage::{DROPS_UNREACHABLE, Mark, Seen};
 use std::time::Duration;
-use sumac::endpoint::EndpointError;
+use sumac::transport::packets::EndpointError;
 use sumac_hal::ctrl::{Counters, DropReason};
 use thiserror::Error;
 

@@ -10,7 +10,7 @@ use super::wiring::{Wiring, slots_per_shard};
 use crate::oracle::{input, weight};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use sumac::endpoint::{Endpoint, EndpointError, Progress};
+use sumac::transport::packets::{Endpoint, EndpointError, Progress};
 use sumac_device::{Child, Group, Node, NodeConfig, Slot, Storage};
 use sumac_hal::ctrl::{Order, Request, Response, TreeConfig};
 use sumac_hal::ids::{BootId, Epoch};

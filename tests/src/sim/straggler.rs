@@ -15,7 +15,7 @@ use super::setup::{Tables, boot, install};
 use super::wiring::{EPOCH, LEASE_MS, Owner, Wiring, count_nodes, node_addr, owner, rank_addr, sharer};
 use crate::oracle::{Shape, weight};
 use std::time::Duration;
-use sumac::endpoint::{Buffers, Endpoint, EndpointError, Event, OpId, Verdict};
+use sumac::transport::packets::{Buffers, Endpoint, EndpointError, Event, OpId, Verdict};
 use sumac_device::Node;
 use sumac_hal::ctrl::{DropReason, Order};
 use sumac_hal::emu::Fabric;

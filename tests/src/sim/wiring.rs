@@ -5,7 +5,7 @@
 use super::options::{Draw, Options, Sharing};
 use crate::oracle::{Shape, weight};
 use std::num::NonZeroU32;
-use sumac::endpoint::EndpointConfig;
+use sumac::transport::packets::EndpointConfig;
 use sumac_hal::ctrl::{ChildMask, GroupConfig, NodeParent, SharedLink, TreeConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::key::GroupSecret;

@@ -4,7 +4,7 @@ use crate::job::Case;
 use serde::{Deserialize, Serialize};
 use std::io::{self, Write};
 use sumac::Path;
-use sumac::choice::Explanation;
+use sumac::select::Explanation;
 
 /// What one rank says of one case; its fields are the keys of the JSON form.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -90,12 +90,12 @@ mod tests {
     fn costs_and_reasons_stand_side_by_side() {
         let (collective, dtype, op) = (Collective::AllReduce, Dtype::F32, ReduceOp::Sum);
         let case = Case { collective, dtype, op, root: 0, count: 2, algo: Algo::Auto };
-        let ruled_out = sumac::choice::RuledOut::NoTree("no device is connected".into());
+        let ruled_out = sumac::select::RuledOut::NoTree("no device is connected".into());
         let explanation = Explanation {
             requested: Algo::Auto,
             candidates: vec![
-                sumac::choice::Candidate { path: Path::Tree, cost_s: Err(ruled_out) },
-                sumac::choice::Candidate { path: Path::Ring, cost_s: Ok(2.5e-6) },
+                sumac::select::Candidate { path: Path::Tree, cost_s: Err(ruled_out) },
+                sumac::select::Candidate { path: Path::Ring, cost_s: Ok(2.5e-6) },
             ],
             chosen: Some(Path::Ring),
             overridden: Some(Path::Tree),

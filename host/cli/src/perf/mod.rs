@@ -27,7 +27,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
-use sumac::choice::Attached;
+use sumac::select::Attached;
 
 /// How long the ranks may take to join and to leave.
 const JOIN_LIMIT: Duration = Duration::from_secs(60);
@@ -37,7 +37,7 @@ pub(crate) fn run(args: &PerfArgs, verbose: u8) -> Result<(), Failure> {
     let cases = args.cases().map_err(Failure::Input)?;
     if let Some(path) = &args.overrides {
         // The controller reads it again; here it is refused before anything is started.
-        crate::server::read_overrides(sumac::choice::CostTable::EMULATED, path).map_err(Failure::Input)?;
+        crate::server::read_overrides(sumac::select::CostTable::EMULATED, path).map_err(Failure::Input)?;
     }
     let layout = match &args.topology {
         Some(path) => Layout::from_file(path, args.ranks),

@@ -10,7 +10,7 @@ use anyhow::anyhow;
 use indicatif::ProgressBar;
 use std::collections::HashSet;
 use std::io::{self, Write};
-use sumac::choice::Attached;
+use sumac::select::Attached;
 
 /// The table or the JSON objects, and what stands beside them on stderr.
 #[derive(Debug)]

@@ -4,7 +4,7 @@ use super::stats_of;
 use crate::job::{Case, Measured};
 use serde::Serialize;
 use std::io::{self, Write};
-use sumac::choice::Attached;
+use sumac::select::Attached;
 use sumac_hal::op::{Dtype, Path, ReduceOp};
 
 /// A row. Its fields are the keys of the JSON form, in this order.

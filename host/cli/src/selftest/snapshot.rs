@@ -4,7 +4,7 @@ use super::probe::{Probe, ProbeError};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use sumac::controller::status;
-use sumac::endpoint::EndpointStats;
+use sumac::transport::packets::EndpointStats;
 use sumac_hal::ctrl::{Counters, DropReason};
 
 /// Counters of the rank and of all devices.

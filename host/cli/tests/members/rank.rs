@@ -11,9 +11,9 @@ use std::fmt::Debug;
 use std::io::Read;
 use std::ops::DerefMut;
 use std::time::{Duration, Instant};
-use sumac::choice::Algo;
 use sumac::comm::{Element, Transfer};
 use sumac::controller::proto::Attach;
+use sumac::select::Algo;
 use sumac::{Communicator, JoinConfig, Path, ReduceOp};
 
 /// Do a task to its end. `looks` is read to its end before the buffer is looked at for the last time.

@@ -2,10 +2,10 @@
 //! large job it is encoded once, and queued for all.
 
 use super::Client;
-use crate::choice::CostTable;
 use crate::controller::line::Frames;
 use crate::controller::proto::{ClientReply, Membership, QueuePlace, TreeMembership};
 use crate::plan::Child;
+use crate::select::CostTable;
 use serde::Serialize;
 use std::net::SocketAddr;
 use sumac_hal::ctrl::{MAX_MESSAGE_LEN, fragment};

@@ -15,7 +15,6 @@
 
 use super::place::{NoTree, Wait};
 use super::{Draft, Job, State};
-use crate::coll::tree::Tree;
 use crate::controller::ControllerConfig;
 use crate::controller::admit::{Asking, Devices, Ids, Placement, draft};
 use crate::controller::books::{Books, Short};
@@ -23,6 +22,7 @@ use crate::controller::device::DeviceSession;
 use crate::controller::proto::JoinRequest;
 use crate::controller::queue::{Bars, Candidate, Scope, Standing};
 use crate::plan::Child;
+use crate::schedule::tree::Tree;
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;

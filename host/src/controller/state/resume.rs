@@ -17,10 +17,10 @@
 //! - A resumed job is in a view that no controller before has spoken of.
 
 use super::{Client, Job, Member, State, agree, check_request};
-use crate::coll::tree::Tree;
 use crate::controller::ControllerConfig;
 use crate::controller::proto::{ClientReply, JoinRefusal, Resumption};
 use crate::controller::queue::Standing;
+use crate::schedule::tree::Tree;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

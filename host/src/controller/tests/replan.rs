@@ -465,7 +465,7 @@ fn scripted(answers: Vec<ClientReply>) -> (SocketAddr, thread::JoinHandle<()>) {
 }
 
 fn nowhere(mesh_token: u64) -> Membership {
-    let table = crate::choice::CostTable::EMULATED;
+    let table = crate::select::CostTable::EMULATED;
     Membership {
         tree: Err("none".into()),
         queue: None,

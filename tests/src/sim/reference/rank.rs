@@ -6,7 +6,7 @@ use crate::sim::coverage::Mark;
 use crate::sim::report::Violation;
 use crate::sim::wiring::rank_addr;
 use std::time::Duration;
-use sumac::endpoint::{EndpointError, Event};
+use sumac::transport::packets::{EndpointError, Event};
 
 impl World<'_, '_> {
     /// Let a rank do what is due.

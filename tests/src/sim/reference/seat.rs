@@ -1,5 +1,5 @@
 //! A rank that contributes by reference: its rings, its registered memory and its bounce buffer, driven as
-//! `sumac::reference`'s driver does, and the end of its group.
+//! `sumac::transport::memory`'s driver does, and the end of its group.
 //!
 //! Registered memory is a copy of the caller's buffers: what the engine writes is taken over at once, what the caller
 //! writes is written there too. So a write that nobody knows of shows as a difference.
@@ -10,9 +10,9 @@ use crate::sim::memory::Memory;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
-use sumac::endpoint::{Buffers, EndpointError, OpId};
-use sumac::reference::{Places, ReferenceEndpoint};
 use sumac::rehearsal::RedoSlots;
+use sumac::transport::memory::{Places, ReferenceEndpoint};
+use sumac::transport::packets::{Buffers, EndpointError, OpId};
 use sumac_hal::dma::{Address, DmaMemory, RegionKey};
 use sumac_hal::emu::dma::HeapMemory;
 use sumac_hal::ids::FunctionId;

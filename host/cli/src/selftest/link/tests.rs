@@ -2,7 +2,7 @@
 
 use super::*;
 use std::collections::BTreeMap;
-use sumac::endpoint::EndpointStats;
+use sumac::transport::packets::EndpointStats;
 use sumac_hal::ctrl::Counters;
 
 fn rank(packets_out: u64, packets_in: u64, retransmits: u64) -> EndpointStats {

@@ -1,0 +1,251 @@
+//! From `kernels.cu`, `bulk.cu` and `product.cu` to code: by nvrtc when it is there, for the GPU that is there, one
+//! kernel at a time.
+//!
+//! A kernel is compiled for the GPU's own architecture if the compiler knows it, else to PTX for the newest older one,
+//! which the driver compiles on. PTX written to files ([`CompiledKernel::file_name`]) serves machines without nvrtc.
+
+use super::CudaOptions;
+use crate::gpu::engine::bulk_instruction;
+use crate::gpu::{Absent, GpuError};
+use cudarc::nvrtc::{Ptx, result, sys};
+use std::ffi::{CStr, CString, c_char};
+use sumac_hal::op::{Dtype, ReduceOp};
+use sumac_hal::reduce::Kernel;
+
+/// The first architecture whose copy engine reduces.
+pub const BULK_ARCH: u32 = 90;
+
+/// A source, its name, and what a kernel of it defines.
+struct Source {
+    text: &'static str,
+    name: &'static CStr,
+    defines: Vec<String>,
+    /// For messages.
+    what: String,
+}
+
+/// What to compile for: compute capability times ten.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Target {
+    /// One architecture's own code.
+    Sass(u32),
+    /// Code that the drivers of this architecture and later ones compile on.
+    Ptx(u32),
+}
+
+/// A kernel's code.
+#[derive(Debug, Clone)]
+pub struct CompiledKernel {
+    bytes: Vec<u8>,
+    is_ptx: bool,
+    log: String,
+}
+
+impl CompiledKernel {
+    pub(super) fn of_ptx(ptx: String) -> Self {
+        Self { bytes: ptx.into_bytes(), is_ptx: true, log: String::new() }
+    }
+
+    /// Return the name under which a kernel's PTX lies in a folder.
+    pub fn file_name(kernel: &Kernel) -> String {
+        format!("{}-{}.ptx", kernel.dtype(), kernel.op())
+    }
+
+    /// Return the same for the copy engine's.
+    pub fn bulk_file_name(dtype: Dtype, op: ReduceOp) -> String {
+        format!("bulk-{dtype}-{op}.ptx")
+    }
+
+    /// The name under which the matrix product's lies there.
+    pub const PRODUCT_FILE_NAME: &str = "product.ptx";
+
+    /// Return the code.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// Return the registers of a thread, as the compiler tells for [`Target::Sass`].
+    pub fn registers(&self) -> Option<u32> {
+        self.told("Used ", " registers")
+    }
+
+    /// Return the bytes that a thread spills to memory, as the compiler tells for [`Target::Sass`].
+    pub fn spilled_bytes(&self) -> Option<u32> {
+        self.told(" bytes stack frame, ", " bytes spill stores")
+    }
+
+    /// Return the largest number that the compiler's log has between two texts.
+    fn told(&self, before: &str, after: &str) -> Option<u32> {
+        let numbers = self.log.split(before).skip(1).filter_map(|rest| rest.split_once(after)?.0.trim().parse().ok());
+        numbers.max()
+    }
+
+    pub(super) fn into_module(self) -> Ptx {
+        match self.is_ptx {
+            true => Ptx::from_src(String::from_utf8_lossy(&self.bytes).replace('\0', "")),
+            false => Ptx::from_binary(self.bytes),
+        }
+    }
+}
+
+/// Return code from the compiler, if there is one and it may be used, else from the folder of what was compiled before.
+pub(super) fn provide(
+    options: &CudaOptions,
+    has_compiler: bool,
+    file_name: String,
+    compile: impl FnOnce() -> Result<CompiledKernel, GpuError>,
+) -> Result<CompiledKernel, GpuError> {
+    if options.compiles && has_compiler {
+        return compile();
+    }
+    let Some(folder) = &options.kernels else {
+        return Err(Absent::Compiler { wanted: file_name }.into());
+    };
+    let path = folder.join(file_name);
+    match std::fs::read_to_string(&path) {
+        Ok(ptx) => Ok(CompiledKernel::of_ptx(ptx)),
+        Err(_) => Err(Absent::Compiler { wanted: path.display().to_string() }.into()),
+    }
+}
+
+/// Tell whether there is a compiler.
+pub fn is_there() -> bool {
+    // SAFETY: loading the compiler runs its initialisers, as any use of it does.
+    unsafe { sys::is_culib_present() }
+}
+
+/// Return what to compile for on a GPU of this capability.
+pub(super) fn best_target(capability: u32) -> Result<Target, GpuError> {
+    let mut count = 0;
+    // SAFETY: it writes one integer.
+    named(unsafe { sys::nvrtcGetNumSupportedArchs(&raw mut count) }, "its architectures")?;
+    let mut known = vec![0; usize::try_from(count).unwrap_or(0)];
+    // SAFETY: there is room for as many as it has said.
+    named(unsafe { sys::nvrtcGetSupportedArchs(known.as_mut_ptr()) }, "its architectures")?;
+    let known = known.into_iter().filter_map(|arch| u32::try_from(arch).ok());
+    match known.filter(|&arch| arch <= capability).max() {
+        Some(arch) if arch == capability => Ok(Target::Sass(arch)),
+        Some(arch) => Ok(Target::Ptx(arch)),
+        None => Err(GpuError::Kernel {
+            kernel: format!("a GPU of capability {}.{}", capability / 10, capability % 10),
+            why: "the compiler knows only newer ones: use an older nvrtc".into(),
+        }),
+    }
+}
+
+/// Compile a kernel.
+///
+/// # Errors
+/// [`GpuError::Absent`] without a compiler, [`GpuError::Kernel`] with its words.
+pub fn compile(kernel: &Kernel, target: Target) -> Result<CompiledKernel, GpuError> {
+    let (dtype, op) = (kernel.dtype(), kernel.op());
+    let source = Source {
+        text: include_str!("kernels.cu"),
+        name: c"kernels.cu",
+        defines: vec![format!("-DSUMAC_DTYPE={}", dtype.to_wire()), format!("-DSUMAC_OP={}", op.to_wire())],
+        what: format!("{dtype} {op}"),
+    };
+    run(&source, target, CompiledKernel::file_name(kernel))
+}
+
+/// Compile what drives the copy engine, for [`BULK_ARCH`] or later.
+///
+/// # Errors
+/// As [`compile`]; [`GpuError::Kernel`] if it has no such reduction.
+pub fn compile_bulk(dtype: Dtype, op: ReduceOp, target: Target) -> Result<CompiledKernel, GpuError> {
+    let what = format!("the copy engine's {dtype} {op}");
+    let Some(instruction) = bulk_instruction(dtype, op) else {
+        return Err(GpuError::Kernel { kernel: what, why: "it has no such reduction".into() });
+    };
+    let defines = vec![format!("-DSUMAC_BULK=\"{instruction}\"")];
+    let source = Source { text: include_str!("bulk.cu"), name: c"bulk.cu", defines, what };
+    run(&source, target, CompiledKernel::bulk_file_name(dtype, op))
+}
+
+/// Compile the matrix product.
+///
+/// # Errors
+/// As [`compile`].
+pub fn compile_product(target: Target) -> Result<CompiledKernel, GpuError> {
+    let (text, name) = (include_str!("product.cu"), c"product.cu");
+    let source = Source { text, name, defines: Vec::new(), what: "the matrix product".into() };
+    run(&source, target, CompiledKernel::PRODUCT_FILE_NAME.into())
+}
+
+fn run(source: &Source, target: Target, file_name: String) -> Result<CompiledKernel, GpuError> {
+    if !is_there() {
+        return Err(Absent::Compiler { wanted: file_name }.into());
+    }
+    let arch = match target {
+        Target::Sass(arch) => format!("sm_{arch}"),
+        Target::Ptx(arch) => format!("compute_{arch}"),
+    };
+    let mut options = vec![
+        format!("--gpu-architecture={arch}"),
+        "--std=c++17".into(),
+        // The bits of the CPU's kernels: nothing contracted, nothing flushed, division as IEEE has it.
+        "--fmad=false".into(),
+        "--ftz=false".into(),
+        "--prec-div=true".into(),
+    ];
+    options.extend_from_slice(&source.defines);
+    if matches!(target, Target::Sass(_)) {
+        options.push("--ptxas-options=-v".into());
+    }
+    let failed = |why: String| GpuError::Kernel { kernel: format!("{} for {arch}", source.what), why };
+    let program = Program::new(source)?;
+    // SAFETY: the program was created, and is not destroyed yet.
+    let compiled = unsafe { result::compile_program(program.0, &options) };
+    let log = program.log();
+    compiled.map_err(|error| failed(format!("{error}: {log}")))?;
+    let bytes = match target {
+        Target::Sass(_) => program.sass(),
+        // SAFETY: it was compiled.
+        Target::Ptx(_) => unsafe { result::get_ptx(program.0) }
+            .map(|ptx| ptx.into_iter().map(|byte| byte as u8).collect())
+            .map_err(|error| failed(error.to_string())),
+    }?;
+    Ok(CompiledKernel { bytes, is_ptx: matches!(target, Target::Ptx(_)), log })
+}
+
+/// A program of the compiler's.
+struct Program(sys::nvrtcProgram);
+
+impl Program {
+    fn new(source: &Source) -> Result<Self, GpuError> {
+        let named = |why: String| GpuError::Kernel { kernel: source.what.clone(), why };
+        let text = CString::new(source.text).map_err(|error| named(error.to_string()))?;
+        // The compiler copies the text.
+        result::create_program(&text, Some(source.name)).map(Self).map_err(|error| named(error.to_string()))
+    }
+
+    fn log(&self) -> String {
+        // SAFETY: the program was created, and is not destroyed yet.
+        let log: Vec<c_char> = unsafe { result::get_program_log(self.0) }.unwrap_or_default();
+        let bytes: Vec<u8> = log.into_iter().map(|byte| byte as u8).collect();
+        CStr::from_bytes_until_nul(&bytes).map_or_else(|_| String::new(), |log| log.to_string_lossy().into_owned())
+    }
+
+    /// Return the architecture's own code; the program was compiled for one.
+    fn sass(&self) -> Result<Vec<u8>, GpuError> {
+        let mut len = 0;
+        // SAFETY: it writes one length.
+        named(unsafe { sys::nvrtcGetCUBINSize(self.0, &raw mut len) }, "the code")?;
+        let mut code = vec![0_u8; len];
+        // SAFETY: there is room for as much as it has said.
+        named(unsafe { sys::nvrtcGetCUBIN(self.0, code.as_mut_ptr().cast()) }, "the code")?;
+        Ok(code)
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: it was created, and nobody else has it.
+        let _ = unsafe { result::destroy_program(self.0) };
+    }
+}
+
+/// Name an error of the compiler.
+fn named(status: sys::nvrtcResult, what: &str) -> Result<(), GpuError> {
+    status.result().map_err(|error| GpuError::Kernel { kernel: what.into(), why: error.to_string() })
+}

@@ -1,0 +1,167 @@
+//! Memory of the GPU, and memory of this process that it copies from and to.
+
+use super::{driver, no_room};
+use crate::gpu::GpuError;
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, PinnedHostSlice, result, sys};
+use std::sync::Arc;
+
+/// Memory of the GPU, or part of it. Clones are shares; the last one frees what was allocated here.
+#[derive(Debug, Clone)]
+pub struct CudaMemory {
+    block: Arc<Block>,
+    at: usize,
+    len_bytes: usize,
+}
+
+#[derive(Debug)]
+pub(super) struct Block {
+    context: Arc<CudaContext>,
+    address: u64,
+    whose: Whose,
+}
+
+/// What becomes of memory when nobody has a share any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Whose {
+    /// It is freed.
+    Ours,
+    /// It is somebody else's affair.
+    Borrowed,
+    /// A peer's, opened by a handle, is closed.
+    Opened,
+}
+
+impl Block {
+    pub(super) fn alloc(context: &Arc<CudaContext>, len_bytes: usize) -> Result<CudaMemory, GpuError> {
+        context.bind_to_thread().map_err(|error| driver("its context", error))?;
+        // SAFETY: what it holds is never read before it is written: results are, and work by the schedules' proof.
+        let address = unsafe { result::malloc_sync(len_bytes.max(1)) };
+        let address = address.map_err(|error| no_room("an allocation", len_bytes, error))?;
+        let block = Arc::new(Self { context: Arc::clone(context), address, whose: Whose::Ours });
+        Ok(CudaMemory { block, at: 0, len_bytes })
+    }
+
+    pub(super) fn borrow(context: &Arc<CudaContext>, address: u64, len_bytes: usize) -> CudaMemory {
+        let block = Arc::new(Self { context: Arc::clone(context), address, whose: Whose::Borrowed });
+        CudaMemory { block, at: 0, len_bytes }
+    }
+
+    /// Take over a peer's allocation that was opened.
+    pub(super) fn opened(context: &Arc<CudaContext>, address: u64) -> OpenedBlock {
+        OpenedBlock(Arc::new(Self { context: Arc::clone(context), address, whose: Whose::Opened }))
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        if self.whose == Whose::Borrowed || self.context.bind_to_thread().is_err() {
+            return;
+        }
+        // SAFETY: it was allocated or opened here, and nobody has a share any more. An error is the context's, which
+        // is gone then.
+        let _ = unsafe {
+            match self.whose {
+                Whose::Opened => sys::cuIpcCloseMemHandle(self.address).result(),
+                _ => result::free_sync(self.address),
+            }
+        };
+    }
+}
+
+/// A peer's allocation.
+pub(super) struct OpenedBlock(Arc<Block>);
+
+impl OpenedBlock {
+    /// Return part of it; it is within the allocation.
+    pub(super) fn part(self, at: u64, len_bytes: u64) -> CudaMemory {
+        CudaMemory { block: self.0, at: at as usize, len_bytes: len_bytes as usize }
+    }
+}
+
+impl CudaMemory {
+    /// Return where it begins.
+    pub fn address(&self) -> u64 {
+        self.block.address + self.at as u64
+    }
+
+    /// Return how long it is.
+    pub const fn len_bytes(&self) -> usize {
+        self.len_bytes
+    }
+
+    pub(super) fn part(&self, at: usize, len_bytes: usize) -> Self {
+        let end = at.checked_add(len_bytes);
+        assert!(end.is_some_and(|end| end <= self.len_bytes), "{len_bytes} bytes at {at} of {}", self.len_bytes);
+        Self { block: Arc::clone(&self.block), at: self.at + at, len_bytes }
+    }
+}
+
+/// Memory of this process that stays where it is, for copies that go on while the process does something else.
+#[derive(Debug)]
+pub struct CudaPinned {
+    memory: PinnedHostSlice<u8>,
+    /// The last copy from or to it.
+    last: CudaEvent,
+}
+
+impl CudaPinned {
+    pub(super) fn new(context: &Arc<CudaContext>, len_bytes: usize) -> Result<Self, GpuError> {
+        let last = context.new_event(None).map_err(|error| driver("an event", error))?;
+        // SAFETY: it is written before anybody sees it.
+        let memory = unsafe { context.alloc_pinned_with_flags::<u8>(len_bytes.max(1), 0) };
+        let memory = memory.map_err(|error| no_room("pinned memory", len_bytes, error))?;
+        let mut pinned = Self { memory, last };
+        let start = pinned.start()?;
+        // SAFETY: as many bytes were allocated, and nobody else knows of them.
+        unsafe { start.write_bytes(0, len_bytes.max(1)) };
+        Ok(pinned)
+    }
+
+    fn start(&mut self) -> Result<*mut u8, GpuError> {
+        self.memory.as_mut_ptr().map_err(|error| driver("pinned memory", error))
+    }
+
+    fn quiet(&self) -> Result<(), GpuError> {
+        self.last.synchronize().map_err(|error| driver("a copy", error))
+    }
+
+    pub(super) fn host(&mut self) -> Result<&mut [u8], GpuError> {
+        self.quiet()?;
+        self.memory.as_mut_slice().map_err(|error| driver("pinned memory", error))
+    }
+
+    pub(super) fn download(&mut self, on: &CudaStream, from: u64, len_bytes: usize) -> Result<(), GpuError> {
+        let start = self.checked(len_bytes)?;
+        // SAFETY: `len_bytes` are within the memory, which nobody looks at before `last` has come.
+        let to = unsafe { std::slice::from_raw_parts_mut(start, len_bytes) };
+        // SAFETY: as above, and the caller's memory is as long.
+        unsafe { result::memcpy_dtoh_async(to, from, on.cu_stream()) }.map_err(|error| driver("a copy", error))?;
+        self.last.record(on).map_err(|error| driver("an event", error))
+    }
+
+    pub(super) fn upload(&mut self, on: &CudaStream, to: u64, len_bytes: usize) -> Result<(), GpuError> {
+        let start = self.checked(len_bytes)?;
+        // SAFETY: `len_bytes` are within the memory, which nobody writes before `last` has come.
+        let from = unsafe { std::slice::from_raw_parts(start, len_bytes) };
+        // SAFETY: as above, and the caller's memory is as long.
+        unsafe { result::memcpy_htod_async(to, from, on.cu_stream()) }.map_err(|error| driver("a copy", error))?;
+        self.last.record(on).map_err(|error| driver("an event", error))
+    }
+
+    fn checked(&mut self, len_bytes: usize) -> Result<*mut u8, GpuError> {
+        if len_bytes > self.memory.len() {
+            let what = format!("{len_bytes} bytes through {} pinned ones", self.memory.len());
+            return Err(GpuError::Invalid(what));
+        }
+        let context = Arc::clone(self.memory.context());
+        context.bind_to_thread().map_err(|error| driver("its context", error))?;
+        self.start()
+    }
+}
+
+impl Drop for CudaPinned {
+    fn drop(&mut self) {
+        // What still copies must end before the memory goes; if the context is broken, nothing copies.
+        let _ = self.quiet();
+    }
+}

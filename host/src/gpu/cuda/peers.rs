@@ -1,0 +1,196 @@
+//! Memory of other processes and GPUs: CUDA's handles and peer access, and the words by which streams wait for each
+//! other.
+//!
+//! A handle opens the whole allocation that memory lies in; the driver counts how often it was opened. Streams write
+//! and wait for words by the driver's memory operations, which make what was done before visible first.
+
+use super::memory::Block;
+use super::{Cuda, CudaMemory, address, driver, words};
+use crate::gpu::nccl::Nccl;
+use crate::gpu::peers::{Handle, PeerFacts, Peered, Reach, WhyStaged};
+use crate::gpu::{GpuError, Part};
+use cudarc::driver::{CudaContext, CudaStream, DriverError, result, sys};
+use std::ffi::c_char;
+use std::sync::Arc;
+
+/// The bytes of the driver's handle.
+const HANDLE_BYTES: usize = 64;
+
+impl Cuda {
+    /// Return the GPU's name that no other has: its UUID.
+    fn uuid(&self) -> Result<String, GpuError> {
+        self.context.uuid().map(hex).map_err(|error| driver("its UUID", error))
+    }
+
+    /// Return the number of the GPU of this name, if this process sees it.
+    fn ordinal_of(&self, uuid: &str) -> Option<i32> {
+        let devices = CudaContext::device_count().ok()?;
+        (0..devices).find(|&ordinal| {
+            let found = result::device::get(ordinal).and_then(result::device::get_uuid);
+            found.is_ok_and(|found| hex(found) == uuid)
+        })
+    }
+
+    /// Return the allocation that an address lies in: where it begins, and its length.
+    fn allocation(&self, at: u64) -> Result<(u64, u64), DriverError> {
+        let (mut base, mut len) = (0, 0);
+        // SAFETY: it writes two integers.
+        unsafe { sys::cuMemGetAddressRange_v2(&raw mut base, &raw mut len, at) }.result()?;
+        Ok((base, len as u64))
+    }
+
+    /// Let this GPU reach another's memory of the same process.
+    fn enable(&self, ordinal: i32) -> Result<(), DriverError> {
+        let peer = CudaContext::new(ordinal as usize)?;
+        self.context.bind_to_thread()?;
+        // SAFETY: both contexts are alive.
+        match unsafe { sys::cuCtxEnablePeerAccess(peer.cu_ctx(), 0) } {
+            sys::cudaError_enum::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),
+            other => other.result(),
+        }
+    }
+
+    fn open_handle(&self, handle: &Handle) -> Result<CudaMemory, GpuError> {
+        let refused = |why: String| GpuError::Handle(why);
+        let ipc = handle.ipc.as_ref().map_err(|why| refused(format!("its owner got no handle: {why}")))?;
+        let bytes: [u8; HANDLE_BYTES] =
+            ipc.as_slice().try_into().map_err(|_| refused(format!("{} bytes are no handle", ipc.len())))?;
+        let raw = sys::CUipcMemHandle { reserved: bytes.map(|byte| byte as c_char) };
+        let lazy = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        let mut base = 0;
+        // SAFETY: it writes one address; a handle that is none is an error of the driver.
+        let opened = unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut base, raw, lazy) }.result();
+        opened.map_err(|error| refused(words(error)))?;
+        // From here on it is closed again whatever comes.
+        let block = Block::opened(&self.context, base);
+        let end = handle.at.checked_add(handle.len_bytes);
+        let (_, len) = self.allocation(base).map_err(|error| refused(words(error)))?;
+        match end.filter(|&end| end <= len) {
+            Some(_) => Ok(block.part(handle.at, handle.len_bytes)),
+            None => Err(refused(format!("{} bytes at {} of an allocation of {len}", handle.len_bytes, handle.at))),
+        }
+    }
+}
+
+fn hex(uuid: sys::CUuuid) -> String {
+    uuid.bytes.iter().map(|&byte| format!("{:02x}", byte as u8)).collect()
+}
+
+/// Return what tells this running system from others; by itself, where the kernel does not say.
+fn host(process: u64) -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
+    boot.map_or_else(|_| format!("unknown host of process {process}"), |id| id.trim().to_owned())
+}
+
+/// Return what tells this process from the others of its host, also where each container counts its own.
+fn process() -> u64 {
+    let namespace = std::fs::read_link("/proc/self/ns/pid").ok();
+    let digits = |name: &std::path::PathBuf| name.to_string_lossy().chars().filter(char::is_ascii_digit).collect();
+    let namespace = namespace.as_ref().map(digits).and_then(|digits: String| digits.parse::<u64>().ok());
+    // Linux numbers at most 2^22 processes.
+    namespace.unwrap_or(0) << 22 | u64::from(std::process::id())
+}
+
+impl Peered for Cuda {
+    fn facts(&self) -> Result<PeerFacts, GpuError> {
+        let unified = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING;
+        let unified = self.context.attribute(unified).map_err(|error| driver("an attribute", error))?;
+        let process = process();
+        Ok(PeerFacts {
+            host: host(process),
+            process,
+            gpu: self.uuid()?,
+            shares: if unified == 1 { Ok(()) } else { Err("its addresses are not those of the host".into()) },
+            nccl: self.nccl_version().map_err(|error| error.to_string()),
+        })
+    }
+
+    fn reach(&self, peer: &PeerFacts) -> Result<Reach, WhyStaged> {
+        let from = self.uuid().unwrap_or_else(|error| error.to_string());
+        if from == peer.gpu {
+            return Ok(Reach::SameGpu);
+        }
+        let none = |to: String| WhyStaged::NoPeerAccess { from: from.clone(), to };
+        let ordinal = self.ordinal_of(&peer.gpu);
+        let ordinal = ordinal.ok_or_else(|| none(format!("{}, which this process does not see", peer.gpu)))?;
+        let mut can = 0;
+        let asked = result::device::get(ordinal).and_then(|theirs| {
+            // SAFETY: it writes one integer.
+            unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, self.context.cu_device(), theirs) }.result()
+        });
+        match asked {
+            Ok(()) if can == 1 => Ok(Reach::OtherGpu),
+            Ok(()) => Err(none(peer.gpu.clone())),
+            Err(error) => Err(none(format!("{}: {}", peer.gpu, words(error)))),
+        }
+    }
+
+    fn export(&self, memory: &CudaMemory) -> Result<Handle, GpuError> {
+        self.bind()?;
+        let refused = |error: DriverError| GpuError::Handle(words(error));
+        let (base, _) = self.allocation(memory.address()).map_err(refused)?;
+        let mut raw = sys::CUipcMemHandle { reserved: [0; HANDLE_BYTES] };
+        // SAFETY: it writes one handle.
+        let got = unsafe { sys::cuIpcGetMemHandle(&raw mut raw, base) }.result();
+        Ok(Handle {
+            address: memory.address(),
+            ipc: got.map(|()| raw.reserved.map(|byte| byte as u8).to_vec()).map_err(words),
+            at: memory.address() - base,
+            len_bytes: memory.len_bytes() as u64,
+        })
+    }
+
+    fn open(&self, peer: &PeerFacts, handle: &Handle) -> Result<CudaMemory, GpuError> {
+        self.bind()?;
+        if peer.host != host(process()) {
+            return Err(GpuError::Handle("it is of another machine".into()));
+        }
+        if peer.process != process() {
+            return self.open_handle(handle);
+        }
+        if self.uuid()? != peer.gpu {
+            let ordinal = self.ordinal_of(&peer.gpu);
+            let ordinal = ordinal.ok_or_else(|| GpuError::Handle(format!("this process does not see {}", peer.gpu)))?;
+            self.enable(ordinal).map_err(|error| GpuError::Handle(words(error)))?;
+        }
+        Ok(Block::borrow(&self.context, handle.address, handle.len_bytes as usize))
+    }
+
+    fn signal(&self, on: &Arc<CudaStream>, to: Part<'_, CudaMemory>, value: u32) -> Result<(), GpuError> {
+        self.bind()?;
+        // SAFETY: the word lies within memory that the caller keeps.
+        unsafe { sys::cuStreamWriteValue32_v2(on.cu_stream(), address(&to), value, 0) }
+            .result()
+            .map_err(|error| driver("a signal", error))
+    }
+
+    fn await_signal(&self, on: &Arc<CudaStream>, at: Part<'_, CudaMemory>, value: u32) -> Result<(), GpuError> {
+        self.bind()?;
+        let geq = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
+        // SAFETY: as above.
+        unsafe { sys::cuStreamWaitValue32_v2(on.cu_stream(), address(&at), value, geq) }
+            .result()
+            .map_err(|error| driver("a wait for a signal", error))
+    }
+
+    fn set_now(&self, to: Part<'_, CudaMemory>, words: &[u32]) -> Result<(), GpuError> {
+        debug_assert_eq!(to.len_bytes, size_of_val(words));
+        self.bind()?;
+        let on = self.control.cu_stream();
+        let set = words.iter().enumerate().try_for_each(|(index, &word)| {
+            // SAFETY: the words lie within memory that the caller keeps.
+            unsafe { sys::cuMemsetD32Async(address(&to) + 4 * index as u64, word, 1, on) }.result()
+        });
+        set.and_then(|()| self.control.synchronize()).map_err(|error| driver("words", error))
+    }
+
+    fn get_now(&self, from: Part<'_, CudaMemory>) -> Result<Vec<u32>, GpuError> {
+        self.bind()?;
+        let mut words = vec![0_u32; from.len_bytes / size_of::<u32>()];
+        // SAFETY: `words` is as long as the part, and lives until the stream has got here.
+        let got = unsafe { result::memcpy_dtoh_async(&mut words, address(&from), self.control.cu_stream()) };
+        let ended = self.control.synchronize();
+        got.and(ended).map_err(|error| driver("words", error))?;
+        Ok(words)
+    }
+}

@@ -1,0 +1,157 @@
+//! A program with all that it needs on a GPU, and how it is handed to the streams.
+//!
+//! Every operation begins and ends at the hub: each rank's stream waits for the hub, and the hub for each rank's.
+//! So what is handed over later comes after all of it, and a capture that begins at the hub captures all of it.
+
+use super::buffers::{GpuBuffers, Rooms};
+use super::error::GpuError;
+use super::program::{Op, Piece, Program, What};
+use super::trace::{Kind, Trace};
+use super::{Fused, Gpu, Part};
+use crate::schedule::Schedule;
+use std::sync::Arc;
+use sumac_hal::op::Path;
+
+/// Where a copy goes, and where it comes from.
+pub(super) type Pair<'a, M> = (Part<'a, M>, Part<'a, M>);
+
+/// The streams of a group.
+pub(super) struct Streams<G: Gpu> {
+    /// Where an operation begins and ends.
+    pub(super) hub: G::Stream,
+    /// Each rank's own.
+    pub(super) each: Vec<G::Stream>,
+}
+
+/// A program and the code and events that it needs.
+pub(super) struct Plan<G: Gpu> {
+    pub(super) schedules: Vec<Schedule>,
+    pub(super) program: Program,
+    pub(super) kernel: Option<Arc<G::Kernel>>,
+    begin: G::Event,
+    ends: Vec<G::Event>,
+    /// For each operation, its event if another stream waits for it.
+    events: Vec<Option<G::Event>>,
+}
+
+/// A contribution that is to be multiplied first.
+pub(super) struct Scaling<M> {
+    pub(super) rank: usize,
+    pub(super) from: M,
+    pub(super) to: M,
+    pub(super) scalar: f64,
+}
+
+/// An operation that is checked and prepared.
+pub(super) struct Prepared<G: Gpu> {
+    pub(super) path: Path,
+    pub(super) fallback: Option<String>,
+    pub(super) buffers: Vec<GpuBuffers<G::Memory>>,
+    pub(super) scalings: Vec<Scaling<G::Memory>>,
+    /// Each rank's partial values.
+    pub(super) work: Vec<Option<G::Memory>>,
+    /// Shares of all memory that it touches.
+    pub(super) held: Vec<G::Memory>,
+}
+
+impl<G: Gpu> Plan<G> {
+    pub(super) fn new(
+        gpu: &G,
+        schedules: Vec<Schedule>,
+        program: Program,
+        kernel: Option<Arc<G::Kernel>>,
+    ) -> Result<Self, GpuError> {
+        let event = |op: &Op| op.is_awaited.then(|| gpu.event()).transpose();
+        let events = program.ops.iter().map(event).collect::<Result<_, _>>()?;
+        let ends = (0..program.ranks).map(|_| gpu.event()).collect::<Result<_, _>>()?;
+        Ok(Self { schedules, program, kernel, begin: gpu.event()?, ends, events })
+    }
+
+    /// Hand a program over, from the hub to the streams and back.
+    pub(super) fn hand_over(
+        &self,
+        gpu: &G,
+        streams: &Streams<G>,
+        prepared: &Prepared<G>,
+        trace: &mut Option<Trace<G>>,
+    ) -> Result<(), GpuError> {
+        let Streams { hub, each } = streams;
+        gpu.record(&self.begin, hub)?;
+        each.iter().try_for_each(|stream| gpu.wait(stream, &self.begin))?;
+        if let Some(kernel) = &self.kernel
+            && !prepared.scalings.is_empty()
+        {
+            self.scale_all(gpu, streams, kernel, &prepared.scalings)?;
+        }
+        let rooms = Rooms { buffers: &prepared.buffers, work: &prepared.work };
+        for (op, event) in self.program.ops.iter().zip(&self.events) {
+            let stream = &each[op.stream()];
+            for &earlier in &op.waits {
+                let event = self.events[earlier].as_ref();
+                event.map_or(Ok(()), |event| gpu.wait(stream, event))?;
+            }
+            let hand = || hand_op(gpu, stream, op, &rooms, (self.kernel.as_deref(), self.program.ranks as u32));
+            match trace {
+                None => hand()?,
+                Some(trace) => {
+                    let lane = format!("rank {}", op.stream());
+                    trace.span(gpu, stream, (&lane, op.name(), Kind::Communication), hand)?;
+                }
+            }
+            event.as_ref().map_or(Ok(()), |event| gpu.record(event, stream))?;
+        }
+        for (stream, end) in each.iter().zip(&self.ends) {
+            gpu.record(end, stream)?;
+            gpu.wait(hub, end)?;
+        }
+        Ok(())
+    }
+
+    /// Multiply contributions, each on its rank's stream; no rank goes on before all are done.
+    fn scale_all(
+        &self,
+        gpu: &G,
+        Streams { hub, each }: &Streams<G>,
+        kernel: &G::Kernel,
+        scalings: &[Scaling<G::Memory>],
+    ) -> Result<(), GpuError> {
+        let whole = |memory| {
+            let range = gpu.addresses(memory);
+            Part { memory, at: 0, len_bytes: (range.end - range.start) as usize }
+        };
+        for Scaling { rank, from, to, scalar } in scalings {
+            gpu.scale(&each[*rank], kernel, whole(to), whole(from), *scalar)?;
+        }
+        for (stream, end) in each.iter().zip(&self.ends) {
+            gpu.record(end, stream)?;
+            gpu.wait(hub, end)?;
+        }
+        gpu.record(&self.begin, hub)?;
+        each.iter().try_for_each(|stream| gpu.wait(stream, &self.begin))
+    }
+}
+
+/// Hand one operation of a program of `ranks` ranks to a stream.
+pub(super) fn hand_op<G: Gpu>(
+    gpu: &G,
+    stream: &G::Stream,
+    op: &Op,
+    rooms: &Rooms<'_, G::Memory>,
+    (kernel, ranks): (Option<&G::Kernel>, u32),
+) -> Result<(), GpuError> {
+    let none = || GpuError::Invalid("a program for other memory".into());
+    let part = |piece: &Piece| rooms.part(piece.rank, piece.store, &piece.bytes).ok_or_else(none);
+    let (from, to) = (part(&op.from)?, part(&op.to)?);
+    match &op.what {
+        What::Copy => gpu.copy(stream, to, from),
+        What::Land { is_partial, own, is_finished, count } => {
+            let kernel = kernel.ok_or_else(none)?;
+            let own = match own {
+                Some((piece, is_partial)) => Some((part(piece)?, *is_partial)),
+                None => None,
+            };
+            let (is_partial, is_finished, count) = (*is_partial, *is_finished, *count);
+            gpu.land(stream, kernel, &Fused { from, is_partial, own, to, is_finished, count, ranks })
+        }
+    }
+}

@@ -1,0 +1,341 @@
+//! From the schedules of all ranks to what streams do: one landing after the other, and which waits for which.
+//!
+//! All ranks of a program share one address space, so a message is no message: its landing reads the sender's memory
+//! where it lies, as one fused pass. What a schedule's steps keep apart in time, events do here:
+//! - a rank's landings run in the order of its stream;
+//! - before a landing reads what another stream has written, writes what another has read, or what another has
+//!   written, it waits for that ([`Op::waits`]). Nothing else waits: ranks drift apart as far as their data allows.
+//!
+//! Long landings are cut into pieces, each with its own waits: the next rank starts with the first piece while the
+//! others are on their way, which is what pipelining in chunks is. The cut changes no expression, so no bit.
+//!
+//! Invariant, proved for each program of the tests: two operations that touch the same bytes, of which one writes, are
+//! ordered by streams and waits ([`Program::races`]).
+
+use super::error::GpuError;
+use crate::exec::place::{Places, Store};
+use crate::schedule::{Buffer, Landing, Region, Schedule, Span, Step};
+use std::collections::VecDeque;
+use std::ops::Range;
+use sumac_hal::reduce::Kernel;
+
+/// Some bytes of one rank's memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Piece {
+    pub(super) rank: usize,
+    pub(super) store: Store,
+    pub(super) bytes: Range<usize>,
+}
+
+/// What one operation does.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum What {
+    /// Bytes as they are.
+    Copy,
+    /// A fused receive, reduce and copy of `count` elements.
+    Land { is_partial: bool, own: Option<(Piece, bool)>, is_finished: bool, count: usize },
+}
+
+/// One operation on the stream of the rank that it writes to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Op {
+    pub(super) from: Piece,
+    pub(super) to: Piece,
+    pub(super) what: What,
+    /// Operations of other streams that must be done before; each comes earlier in the program.
+    pub(super) waits: Vec<usize>,
+    /// Whether another stream waits for it.
+    pub(super) is_awaited: bool,
+}
+
+impl Op {
+    /// Return the stream that it runs on: that of the rank whose memory it writes.
+    pub(super) const fn stream(&self) -> usize {
+        self.to.rank
+    }
+
+    /// Return what it is called in a trace.
+    pub(super) const fn name(&self) -> &'static str {
+        match &self.what {
+            What::Copy => "copy",
+            What::Land { own: None, .. } => "convert",
+            What::Land { .. } => "reduce",
+        }
+    }
+
+    fn reads(&self) -> impl Iterator<Item = &Piece> {
+        let own = match &self.what {
+            What::Land { own: Some((own, _)), .. } => Some(own),
+            _ => None,
+        };
+        std::iter::once(&self.from).chain(own)
+    }
+}
+
+/// What the streams of all ranks do for one operation, in an order in which it can be handed to them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Program {
+    pub(super) ranks: usize,
+    pub(super) ops: Vec<Op>,
+    /// For each rank, the bytes of partial values.
+    pub(super) work_bytes: Vec<usize>,
+}
+
+/// A message that was sent and not received.
+struct Posted {
+    step: usize,
+    from: Region,
+}
+
+/// The accesses to one rank's memory that later ones may have to wait for.
+#[derive(Default)]
+struct Accesses(Vec<(Store, Range<usize>, usize, bool)>);
+
+impl Accesses {
+    /// Return the operations that an access has to come after.
+    fn before(&self, piece: &Piece, is_write: bool) -> impl Iterator<Item = usize> {
+        let touches = move |(store, range, _, wrote): &&(Store, Range<usize>, usize, bool)| {
+            *store == piece.store && (is_write || *wrote) && overlap(range, &piece.bytes)
+        };
+        self.0.iter().filter(touches).map(|&(_, _, op, _)| op)
+    }
+
+    /// Note an access. A write stands for all accesses inside it, which it came after.
+    fn note(&mut self, piece: &Piece, op: usize, is_write: bool) {
+        if is_write {
+            let Range { start, end } = piece.bytes;
+            self.0.retain(|(store, range, ..)| *store != piece.store || range.start < start || range.end > end);
+        }
+        self.0.push((piece.store, piece.bytes.clone(), op, is_write));
+    }
+}
+
+const fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
+    a.start < b.end && b.start < a.end
+}
+
+/// A program while it is put together.
+struct Builder<'a> {
+    schedules: &'a [Schedule],
+    places: Vec<Places>,
+    piece_bytes: usize,
+    ops: Vec<Op>,
+    accesses: Vec<Accesses>,
+    /// For each stream, up to which operation (exclusive) of every stream it is known to be behind.
+    behind: Vec<Vec<usize>>,
+    /// The same at the end of each operation.
+    clocks: Vec<Vec<usize>>,
+    /// Messages on their way, from rank to rank.
+    posted: Vec<VecDeque<Posted>>,
+}
+
+impl Program {
+    /// Put the schedules of all ranks together, in rank order, with landings of at most `piece_bytes` bytes.
+    ///
+    /// # Errors
+    /// [`GpuError::Invalid`] if these are not the schedules of one collective.
+    pub(super) fn new(
+        schedules: &[Schedule],
+        element_bytes: usize,
+        kernel: Option<&Kernel>,
+        is_in_place: bool,
+        piece_bytes: usize,
+    ) -> Result<Self, GpuError> {
+        let ranks = schedules.len();
+        let fits = |(index, schedule): (usize, &Schedule)| {
+            let place = schedule.place();
+            place.rank().0 as usize == index && place.ranks() as usize == ranks
+        };
+        if !schedules.iter().enumerate().all(fits) {
+            return Err(GpuError::Invalid(format!("{ranks} schedules that are not those of {ranks} ranks in order")));
+        }
+        let places = |schedule| Places::new(schedule, element_bytes, kernel, is_in_place);
+        let mut builder = Builder {
+            schedules,
+            places: schedules.iter().map(places).collect::<Result<_, _>>()?,
+            piece_bytes,
+            ops: Vec::new(),
+            accesses: schedules.iter().map(|_| Accesses::default()).collect(),
+            behind: vec![vec![0; ranks]; ranks],
+            clocks: Vec::new(),
+            posted: (0..ranks * ranks).map(|_| VecDeque::new()).collect(),
+        };
+        builder.run()?;
+        let work_bytes = builder.places.iter().map(|places| places.work_bytes).collect();
+        Ok(Self { ranks, ops: builder.ops, work_bytes })
+    }
+
+    /// Return how many bytes its operations read and write.
+    pub(super) fn moved_bytes(&self) -> u64 {
+        let touched = |op: &Op| op.reads().chain([&op.to]).map(|piece| piece.bytes.len() as u64).sum::<u64>();
+        self.ops.iter().map(touched).sum()
+    }
+
+    /// Return the first pair of operations that touch the same bytes, one of them writing, in no declared order.
+    #[cfg(test)]
+    pub(super) fn races(&self) -> Option<(usize, usize)> {
+        // behind[op]: the operations that are done before it starts.
+        let mut behind: Vec<Vec<bool>> = Vec::with_capacity(self.ops.len());
+        let mut last = vec![None; self.ranks];
+        for (index, op) in self.ops.iter().enumerate() {
+            let mut done = vec![false; self.ops.len()];
+            for &before in op.waits.iter().chain(&last[op.stream()]) {
+                done[before] = true;
+                for (done, &earlier) in done.iter_mut().zip(&behind[before]) {
+                    *done |= earlier;
+                }
+            }
+            last[op.stream()] = Some(index);
+            behind.push(done);
+        }
+        let same = |a: &Piece, b: &Piece| a.rank == b.rank && a.store == b.store && overlap(&a.bytes, &b.bytes);
+        let clash = |a: &Op, b: &Op| {
+            b.reads().chain([&b.to]).any(|piece| same(&a.to, piece)) || a.reads().any(|piece| same(piece, &b.to))
+        };
+        let pairs = (0..self.ops.len()).flat_map(|later| (0..later).map(move |earlier| (earlier, later)));
+        let mut races = pairs.filter(|&(a, b)| clash(&self.ops[a], &self.ops[b]) && !behind[b][a]);
+        races.next()
+    }
+}
+
+impl Builder<'_> {
+    fn run(&mut self) -> Result<(), GpuError> {
+        let ranks = self.schedules.len();
+        let mut at = vec![0; ranks];
+        // How many messages of its step each rank has received, and how many of its own were received.
+        let (mut received, mut taken) = (vec![0; ranks], vec![0; ranks]);
+        (0..ranks).for_each(|rank| self.enter(rank, 0));
+        loop {
+            let mut moved = false;
+            for rank in 0..ranks {
+                while let Some(step) = self.schedules[rank].step(at[rank]) {
+                    while received[rank] < step.recvs.len()
+                        && self.receive(rank, &step, received[rank], &at, &mut taken)?
+                    {
+                        received[rank] += 1;
+                        moved = true;
+                    }
+                    // As over connections: a step is done when its messages are received, its own ones too.
+                    if received[rank] < step.recvs.len() || taken[rank] < step.sends.len() {
+                        break;
+                    }
+                    at[rank] += 1;
+                    (received[rank], taken[rank]) = (0, 0);
+                    self.enter(rank, at[rank]);
+                    moved = true;
+                }
+            }
+            if (0..ranks).all(|rank| at[rank] == self.schedules[rank].len()) {
+                return Ok(());
+            }
+            if !moved {
+                let what = "schedules of which some wait for messages that none sends: they are not of one collective";
+                return Err(GpuError::Invalid(what.into()));
+            }
+        }
+    }
+
+    /// Begin a step: its local moves, and its messages are on their way.
+    fn enter(&mut self, rank: usize, index: usize) {
+        let schedules = self.schedules;
+        let Some(step) = schedules[rank].step(index) else { return };
+        for local in step.locals {
+            self.land((rank, local.from), rank, &local.landing);
+        }
+        for send in step.sends {
+            let to = send.peer.0 as usize;
+            self.posted[rank * schedules.len() + to].push_back(Posted { step: index, from: send.from });
+        }
+    }
+
+    /// Receive message `slot` of a rank's step, if it has been sent.
+    fn receive(
+        &mut self,
+        rank: usize,
+        step: &Step<'_>,
+        slot: usize,
+        at: &[usize],
+        taken: &mut [usize],
+    ) -> Result<bool, GpuError> {
+        let recv = step.recvs[slot];
+        let sender = recv.peer.0 as usize;
+        let queue = sender * self.schedules.len() + rank;
+        let Some(Posted { step, from }) = self.posted.get_mut(queue).and_then(VecDeque::pop_front) else {
+            return Ok(false);
+        };
+        if from.span.len != recv.landing.to.span.len || from.buffer != recv.sent_from {
+            let what = format!(
+                "rank {sender} sends {} elements of {:?} where rank {rank} expects {} of {:?}",
+                from.span.len, from.buffer, recv.landing.to.span.len, recv.sent_from
+            );
+            return Err(GpuError::Invalid(what));
+        }
+        debug_assert_eq!(step, at[sender], "a sender waits until its messages are received");
+        self.land((sender, from), rank, &recv.landing);
+        taken[sender] += 1;
+        Ok(true)
+    }
+
+    /// Append what lets elements of one rank land at another, or at the same.
+    fn land(&mut self, (sender, from): (usize, Region), rank: usize, landing: &Landing) {
+        let each = self.places[rank].bytes_each(from.buffer).max(1);
+        // Pieces of whole vectors, so that one that begins at a multiple of 16 bytes is not followed by one that does
+        // not.
+        let per_piece = (self.piece_bytes / each).max(1).next_multiple_of(PIECE_ELEMENTS);
+        for start in (0..from.span.len).step_by(per_piece) {
+            let len = per_piece.min(from.span.len - start);
+            self.land_piece((sender, from), rank, landing, Span { start, len });
+        }
+    }
+
+    fn land_piece(&mut self, (sender, from): (usize, Region), rank: usize, landing: &Landing, part: Span) {
+        let source = from.buffer.at(Span { start: from.span.start + part.start, len: part.len });
+        let piece = |rank, (store, bytes)| Piece { rank, store, bytes };
+        let fused = self.places[rank].fused(from.buffer, landing, part.start, part.len);
+        let from_piece = piece(sender, self.places[sender].locate(source));
+        let to = piece(rank, fused.to);
+        let what = if self.places[rank].is_plain(from.buffer, landing) {
+            if from_piece == to {
+                return;
+            }
+            What::Copy
+        } else {
+            let own = fused.own.map(|(store, bytes, is_partial)| (piece(rank, (store, bytes)), is_partial));
+            debug_assert!(!matches!(landing.to.buffer, Buffer::Input), "an input is never written");
+            What::Land { is_partial: fused.is_partial, own, is_finished: fused.is_finished, count: fused.count }
+        };
+        self.push(Op { from: from_piece, to, what, waits: Vec::new(), is_awaited: false });
+    }
+
+    /// Append an operation with what it has to wait for.
+    fn push(&mut self, mut op: Op) {
+        let (index, stream) = (self.ops.len(), op.stream());
+        let mut before: Vec<usize> =
+            op.reads().flat_map(|piece| self.accesses[piece.rank].before(piece, false)).collect();
+        before.extend(self.accesses[op.to.rank].before(&op.to, true));
+        // The latest first: what it has waited for itself need not be waited for again.
+        before.sort_unstable_by(|a, b| b.cmp(a));
+        for earlier in before {
+            let other = self.ops[earlier].stream();
+            if other == stream || self.behind[stream][other] > earlier {
+                continue;
+            }
+            op.waits.push(earlier);
+            self.ops[earlier].is_awaited = true;
+            let clock = &self.clocks[earlier];
+            for (known, &theirs) in self.behind[stream].iter_mut().zip(clock) {
+                *known = (*known).max(theirs);
+            }
+        }
+        for piece in op.reads() {
+            self.accesses[piece.rank].note(piece, index, false);
+        }
+        self.accesses[op.to.rank].note(&op.to, index, true);
+        self.behind[stream][stream] = index + 1;
+        self.clocks.push(self.behind[stream].clone());
+        self.ops.push(op);
+    }
+}
+
+/// Every type's vectors of 16 bytes are whole numbers of them.
+const PIECE_ELEMENTS: usize = 16;

@@ -1,0 +1,278 @@
+//! All ranks' schedules, executed on symbols under rendezvous sends.
+//!
+//! A rank runs its step's local moves, then posts all its messages at once; a message happens when both ends have
+//! posted it; a step ends when all its messages have happened. Invariants: a message reads the values from before
+//! its sender's step's messages (the well-formedness check has ruled out that they overwrite them), and happens once.
+
+use super::error::CheckError;
+use super::expression::{Expressions, RankSet};
+use super::memory::{Memory, Run, Value};
+use crate::schedule::{Buffer, Landing, Recv, Region, Schedule, Send, Side, Step};
+use std::collections::VecDeque;
+use sumac_hal::ids::Rank;
+
+/// A rank's progress.
+#[derive(Debug)]
+struct RankState {
+    step: usize,
+    /// When the last message of the step ends, in elements of the beta term.
+    ends: u64,
+    /// When this rank can send and receive the next message.
+    sends_from: u64,
+    recvs_from: u64,
+    /// Messages of the step that have not happened.
+    waiting: usize,
+    memory: Memory,
+    reduced_elements: u64,
+    heard: RankSet,
+    /// What was heard before the step began: that is what its sends tell.
+    heard_before: RankSet,
+}
+
+pub(super) struct Simulation<'a> {
+    schedules: &'a [Schedule],
+    states: Vec<RankState>,
+    /// Sends posted and not yet received, for each (from, to).
+    sends: Vec<VecDeque<Send>>,
+    /// Receives posted and not yet fed, for each (from, to).
+    recvs: Vec<VecDeque<Recv>>,
+    expressions: Expressions,
+}
+
+impl<'a> Simulation<'a> {
+    pub(super) fn new(schedules: &'a [Schedule]) -> Self {
+        let ranks = schedules.len();
+        let state = |(rank, schedule): (usize, &Schedule)| {
+            let heard = RankSet::of(rank, ranks);
+            RankState {
+                step: 0,
+                ends: 0,
+                sends_from: 0,
+                recvs_from: 0,
+                waiting: 0,
+                memory: Memory::new(Rank(rank as u32), schedule.layout()),
+                reduced_elements: 0,
+                heard_before: heard.clone(),
+                heard,
+            }
+        };
+        Self {
+            schedules,
+            states: schedules.iter().enumerate().map(state).collect(),
+            sends: vec![VecDeque::new(); ranks * ranks],
+            recvs: vec![VecDeque::new(); ranks * ranks],
+            expressions: Expressions::new(ranks),
+        }
+    }
+
+    /// Execute every step of every rank.
+    pub(super) fn run(&mut self) -> Result<(), CheckError> {
+        let ranks = self.schedules.len();
+        let mut posted = VecDeque::new();
+        for rank in 0..ranks {
+            self.post(rank, &mut posted)?;
+        }
+        while let Some((from, to)) = posted.pop_front() {
+            let pair = from * ranks + to;
+            if let (Some(&send), Some(&recv)) = (self.sends[pair].front(), self.recvs[pair].front()) {
+                self.sends[pair].pop_front();
+                self.recvs[pair].pop_front();
+                self.message(from, to, &send, &recv, &mut posted)?;
+                posted.push_back((from, to));
+            }
+        }
+        for (rank, schedule) in self.schedules.iter().enumerate() {
+            if let Some(step) = schedule.step(self.states[rank].step) {
+                let unmet = |peer: &Rank| {
+                    let peer = peer.0 as usize;
+                    !self.sends[rank * ranks + peer].is_empty() || !self.recvs[peer * ranks + rank].is_empty()
+                };
+                let sent_to = step.sends.iter().map(|send| send.peer);
+                let peer = sent_to.chain(step.recvs.iter().map(|recv| recv.peer)).find(unmet).unwrap_or(Rank(0));
+                return Err(CheckError::Deadlock { rank: Rank(rank as u32), step: self.states[rank].step, peer });
+            }
+        }
+        Ok(())
+    }
+
+    /// Run the local moves of `rank`'s step and post its messages, passing over steps without any.
+    fn post(&mut self, rank: usize, posted: &mut VecDeque<(usize, usize)>) -> Result<(), CheckError> {
+        let ranks = self.schedules.len();
+        let schedules = self.schedules;
+        while let Some(Step { locals, sends, recvs }) = schedules[rank].step(self.states[rank].step) {
+            for local in locals {
+                let moved = self.read(rank, local.from)?;
+                self.land(rank, local.from.buffer, &moved, &local.landing)?;
+            }
+            let state = &mut self.states[rank];
+            state.heard_before = state.heard.clone();
+            state.waiting = sends.len() + recvs.len();
+            if state.waiting == 0 {
+                state.step += 1;
+                continue;
+            }
+            for send in sends {
+                self.sends[rank * ranks + send.peer.0 as usize].push_back(*send);
+                posted.push_back((rank, send.peer.0 as usize));
+            }
+            for recv in recvs {
+                self.recvs[recv.peer.0 as usize * ranks + rank].push_back(*recv);
+                posted.push_back((recv.peer.0 as usize, rank));
+            }
+            return Ok(());
+        }
+        Ok(())
+    }
+
+    /// Let one matched message happen.
+    fn message(
+        &mut self,
+        from: usize,
+        to: usize,
+        send: &Send,
+        recv: &Recv,
+        posted: &mut VecDeque<(usize, usize)>,
+    ) -> Result<(), CheckError> {
+        let end = self.states[from].sends_from.max(self.states[to].recvs_from) + send.from.span.len as u64;
+        self.states[from].sends_from = end;
+        self.states[to].recvs_from = end;
+        let told = self.states[from].heard_before.clone();
+        self.states[to].heard.add_all(&told);
+        let sent = self.read(from, send.from)?;
+        self.land(to, send.from.buffer, &sent, &recv.landing)?;
+        for rank in [from, to] {
+            let state = &mut self.states[rank];
+            state.ends = state.ends.max(end);
+            state.waiting -= 1;
+            if state.waiting == 0 {
+                state.step += 1;
+                (state.sends_from, state.recvs_from) = (state.ends, state.ends);
+                self.post(rank, posted)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Read what a rank holds, in the form that the region's buffer says.
+    fn read(&self, rank: usize, region: Region) -> Result<Vec<Run>, CheckError> {
+        let state = &self.states[rank];
+        state.memory.read(region).map_err(|unfit| CheckError::Stale {
+            rank: Rank(rank as u32),
+            step: state.step,
+            element: unfit.element,
+            held: unfit.held,
+            wanted: region.buffer,
+        })
+    }
+
+    /// Let elements that were in `form` arrive.
+    fn land(&mut self, rank: usize, form: Buffer, arrived: &[Run], landing: &Landing) -> Result<(), CheckError> {
+        let (at, step) = (Rank(rank as u32), self.states[rank].step);
+        let landed = match landing.with {
+            None => arrived.to_vec(),
+            Some(operand) => {
+                let own = self.read(rank, operand.own)?;
+                self.states[rank].reduced_elements += landing.to.span.len as u64;
+                self.combine(at, step, arrived, &own, operand.received)?
+            }
+        };
+        if self.schedules[rank].reduces() {
+            let is_refined = form == Buffer::Output && (landing.with.is_some() || landing.to.buffer != Buffer::Output)
+                || landing.with.is_some_and(|operand| operand.own.buffer == Buffer::Output);
+            for run in &landed {
+                let contributions = self.expressions.ranks(run.value.expression).len();
+                let element = run.value.element;
+                if is_refined {
+                    return Err(CheckError::Refined { rank: at, step, element });
+                }
+                if landing.to.buffer == Buffer::Output && contributions != self.schedules.len() {
+                    return Err(CheckError::Completion { rank: at, step, element, contributions });
+                }
+            }
+        }
+        self.states[rank].memory.land(landing.to, &landed);
+        Ok(())
+    }
+
+    /// Combine two values, run by run.
+    fn combine(
+        &mut self,
+        rank: Rank,
+        step: usize,
+        arrived: &[Run],
+        own: &[Run],
+        received: Side,
+    ) -> Result<Vec<Run>, CheckError> {
+        let mut combined = Vec::with_capacity(arrived.len().max(own.len()));
+        let (mut a, mut b) = (arrived.iter(), own.iter());
+        let (mut next_a, mut next_b) = (a.next(), b.next());
+        let mut start = 0;
+        while let (Some(x), Some(y)) = (next_a, next_b) {
+            let (x_end, y_end) = (x.start + x.len, y.start + y.len);
+            let end = x_end.min(y_end);
+            let (element, own) = (x.value.element + (start - x.start), y.value.element + (start - y.start));
+            if element != own {
+                return Err(CheckError::Mixed { rank, step, own, other: element });
+            }
+            let (left, right) = match received {
+                Side::Left => (x.value.expression, y.value.expression),
+                Side::Right => (y.value.expression, x.value.expression),
+            };
+            let expression = self.expressions.combine(left, right);
+            let expression = expression.map_err(|twice| CheckError::Doubled { rank, step, element, twice })?;
+            combined.push(Run { start, len: end - start, value: Value { expression, element } });
+            start = end;
+            if x_end == end {
+                next_a = a.next();
+            }
+            if y_end == end {
+                next_b = b.next();
+            }
+        }
+        Ok(combined)
+    }
+
+    /// Check that every rank has heard of every rank.
+    pub(super) fn all_heard(&self) -> Result<(), CheckError> {
+        for (rank, state) in self.states.iter().enumerate() {
+            if let Some(unheard) = state.heard.first_missing(self.schedules.len()) {
+                return Err(CheckError::NotHeard { rank: Rank(rank as u32), unheard });
+            }
+        }
+        Ok(())
+    }
+
+    /// Read what a rank ends with.
+    pub(super) fn output(&self, rank: Rank, region: Region) -> Result<Vec<Run>, CheckError> {
+        let unfinished =
+            |unfit: super::memory::Unfit| CheckError::Unfinished { rank, element: unfit.element, held: unfit.held };
+        self.states[rank.0 as usize].memory.read(region).map_err(unfinished)
+    }
+
+    /// Return whose contributions an expression has.
+    pub(super) fn contributors(&self, expression: super::ExprId) -> &RankSet {
+        self.expressions.ranks(expression)
+    }
+
+    pub(super) const fn schedules(&self) -> &'a [Schedule] {
+        self.schedules
+    }
+
+    pub(super) const fn ranks(&self) -> usize {
+        self.schedules.len()
+    }
+
+    /// Return when the last rank has finished, in elements of the beta term.
+    pub(super) fn finish_time(&self) -> u64 {
+        self.states.iter().map(|state| state.ends).max().unwrap_or(0)
+    }
+
+    /// Return how many elements the rank combines that combines most.
+    pub(super) fn reduced_elements_max(&self) -> u64 {
+        self.states.iter().map(|state| state.reduced_elements).max().unwrap_or(0)
+    }
+
+    pub(super) fn into_expressions(self) -> Expressions {
+        self.expressions
+    }
+}

@@ -1,0 +1,319 @@
+//! Every algorithm proved for 1..=64 ranks, its costs compared with the formulas, and its expression with the tree's.
+
+mod mutations;
+
+use super::*;
+use crate::plan::Child;
+use crate::schedule::{ALGORITHMS, Buffer, Landing, Layout, Pattern, pairwise};
+use proptest::prelude::*;
+use sumac_hal::ctrl::Order;
+
+const ORDERS: [Order; 2] = [Order::TreeFold, Order::TreePairwise];
+
+fn flat(ranks: u32) -> Tree {
+    Tree::flat(ranks, Order::TreePairwise).expect("a tree")
+}
+
+fn named(name: &str) -> &'static Algorithm {
+    Algorithm::named(name).expect("in the table")
+}
+
+fn schedules(algorithm: &Algorithm, ranks: u32, count: usize, root: Rank) -> Vec<Schedule> {
+    let tree = flat(ranks);
+    Place::all(ranks).map(|place| (algorithm.schedule)(&Problem { place, count, root, tree: &tree })).collect()
+}
+
+fn counts(ranks: u32) -> Vec<usize> {
+    let p = ranks as usize;
+    let mut counts = vec![0, 1, p - 1, 7 * p + 3, 64 * 63 * 5];
+    if ranks <= 16 {
+        counts.extend([p, p + 1, 1_000_003]);
+    }
+    counts
+}
+
+/// Every rank for small communicators; the first, the last and some in between for large ones.
+fn roots(ranks: u32) -> Vec<Rank> {
+    let mut roots: Vec<_> = if ranks <= 9 { (0..ranks).collect() } else { vec![0, 1, ranks / 2, ranks - 2, ranks - 1] };
+    roots.dedup();
+    roots.into_iter().map(Rank).collect()
+}
+
+#[test]
+fn every_all_reduce_is_right_and_costs_what_its_formula_says() {
+    prove(ALGORITHMS.iter().filter(|algorithm| algorithm.pattern == Pattern::AllReduce));
+}
+
+#[test]
+fn every_other_algorithm_is_right_and_costs_what_its_formula_says() {
+    prove(ALGORITHMS.iter().filter(|algorithm| algorithm.pattern != Pattern::AllReduce));
+    assert!(Pattern::ALL.iter().all(|&pattern| ALGORITHMS.iter().any(|algorithm| algorithm.pattern == pattern)));
+}
+
+fn prove<'a>(algorithms: impl Iterator<Item = &'a Algorithm>) {
+    for algorithm in algorithms {
+        for ranks in 1..=64 {
+            let roots = if algorithm.pattern.is_rooted() { roots(ranks) } else { vec![Rank(0)] };
+            for root in roots {
+                for count in counts(ranks) {
+                    let schedules = schedules(algorithm, ranks, count, root);
+                    let report = check(Goal::of(algorithm.pattern, root), &schedules)
+                        .unwrap_or_else(|error| panic!("{algorithm:?}, {ranks} ranks, {count} to {root}: {error}"));
+                    compare_cost(algorithm, ranks, count, root, &report);
+                }
+            }
+        }
+    }
+}
+
+fn compare_cost(algorithm: &Algorithm, ranks: u32, count: usize, root: Rank, report: &Report) {
+    let cost = algorithm.cost(ranks, count);
+    let found = [
+        (report.path_elements, cost.path_elements),
+        (report.reduced_elements_max, cost.reduced_elements),
+        (report.sent_elements_max, cost.sent_elements),
+    ];
+    let what = format!("{algorithm:?}, {ranks} ranks, {count} elements, root {root}: {report:?} {cost:?}");
+    // The formulas are for the cheapest root.
+    let block = count.div_ceil(ranks as usize) as f64;
+    let is_bound = cost.is_bound || root != Rank(0);
+    let widest = f64::from(ranks.next_power_of_two() - 1) * block;
+    if is_bound {
+        assert!(report.steps as f64 <= cost.steps, "{what}");
+        for (found, formula) in found {
+            let bound = if cost.is_bound { formula } else { formula.max(widest) };
+            assert!(found as f64 <= bound + 2.0 * cost.steps, "{what}");
+        }
+        return;
+    }
+    assert_eq!(report.steps as f64, cost.steps, "{what}");
+    let floor = 1 << ranks.ilog2();
+    let is_even = count.is_multiple_of(ranks as usize) && count.is_multiple_of(floor);
+    let slack = if is_even { 1e-6 } else { cost.steps + f64::from(ranks) };
+    for (found, formula) in found {
+        assert!((found as f64 - formula).abs() <= slack * formula.max(1.0).log2().max(1.0), "{what}");
+    }
+}
+
+#[test]
+fn all_to_all_of_any_counts_and_in_place() {
+    for ranks in 1..=64_u32 {
+        for each in [0, 1, 7] {
+            let schedules: Vec<_> = Place::all(ranks).map(|place| pairwise::all_to_all_in_place(place, each)).collect();
+            let report = check(Goal::AllToAll, &schedules).unwrap_or_else(|error| panic!("{ranks} x {each}: {error}"));
+            assert!(report.steps <= ranks as usize);
+            assert_eq!(report.sent_elements_max, u64::from(ranks - 1) * each as u64);
+        }
+        let p = ranks as usize;
+        for salt in 0..3 {
+            let counts: Vec<usize> = (0..p * p).map(|pair| (pair * 7919 + salt * 31) % 5 * salt).collect();
+            let part = |place: Place| {
+                let rank = place.rank().0 as usize;
+                let recvs: Vec<_> = counts.iter().skip(rank).step_by(p).copied().collect();
+                pairwise::all_to_all_v(place, &counts[rank * p..][..p], &recvs).expect("consistent")
+            };
+            let schedules: Vec<_> = Place::all(ranks).map(part).collect();
+            check(Goal::AllToAllV { counts: &counts }, &schedules).expect("proved");
+        }
+    }
+}
+
+#[test]
+fn contradictory_counts_have_a_name() {
+    use crate::schedule::pairwise::{CountsError, all_to_all_v};
+    let place = Place::new(Rank(1), 2).expect("inside");
+    let refused = |sends: &[usize], recvs: &[usize]| all_to_all_v(place, sends, recvs).expect_err("contradictory");
+    assert_eq!(refused(&[1], &[1, 2]), CountsError::Ranks { sends: 1, recvs: 2, ranks: 2 });
+    assert_eq!(refused(&[1, 2], &[1, 3]), CountsError::Own { rank: Rank(1), send: 2, recv: 3 });
+    assert_eq!(refused(&[usize::MAX, 1], &[0, 1]), CountsError::Overflow { rank: Rank(1) });
+}
+
+/// Cut ranks into runs of given lengths, over and over, until one node is left: a tree as the planner makes them.
+fn layered(ranks: u32, widths: &[usize]) -> Vec<Vec<Child>> {
+    let mut layers: Vec<Vec<Vec<Child>>> = Vec::new();
+    let mut level: Vec<Child> = (0..ranks).map(|rank| Child::Rank(Rank(rank))).collect();
+    let mut made = 0;
+    for width in widths.iter().map(|&width| width.max(2)).chain(std::iter::repeat(level.len().max(2))) {
+        let nodes: Vec<Vec<Child>> = level.chunks(width).map(<[Child]>::to_vec).collect();
+        level = (made..made + nodes.len()).map(Child::Node).collect();
+        made += nodes.len();
+        layers.push(nodes);
+        if level.len() == 1 {
+            break;
+        }
+    }
+    // The root comes first.
+    let renumber = |child: &Child| match *child {
+        Child::Node(node) => Child::Node(made - 1 - node),
+        rank => rank,
+    };
+    let nodes = layers.into_iter().flatten().collect::<Vec<_>>();
+    nodes.iter().rev().map(|children| children.iter().map(renumber).collect()).collect()
+}
+
+fn assert_follows(tree: &Tree, root: Rank) {
+    let ranks = tree.ranks();
+    let follows = |algorithm: &&Algorithm| algorithm.follows_tree && (root == Rank(0) || algorithm.pattern.is_rooted());
+    for algorithm in ALGORITHMS.iter().filter(follows) {
+        for count in [1, 3 * ranks as usize + 1] {
+            let part = |place| (algorithm.schedule)(&Problem { place, count, root, tree });
+            let schedules: Vec<_> = Place::all(ranks).map(part).collect();
+            let mut report = check(Goal::of(algorithm.pattern, root), &schedules)
+                .unwrap_or_else(|error| panic!("{algorithm:?}, {tree:?}, {root}: {error}"));
+            let declared = report.expressions.of_tree(tree);
+            for &(_, expression) in &report.blocks {
+                assert_eq!(Some(expression), declared, "{algorithm:?} {}", report.expressions.written(expression));
+            }
+        }
+    }
+}
+
+#[test]
+fn host_trees_evaluate_the_declared_expression_for_every_number_of_ranks() {
+    for ranks in 1..=64 {
+        for order in ORDERS {
+            for widths in [&[][..], &[2, 2, 2, 2, 2, 2], &[4], &[3, 5]] {
+                let tree = Tree::new(layered(ranks, widths), ranks, order).expect("a tree");
+                for root in [0, ranks / 2, ranks - 1] {
+                    assert_follows(&tree, Rank(root));
+                }
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    /// Any tree over any placement of the ranks, not only the planner's.
+    #[test]
+    fn host_trees_evaluate_any_expression(
+        keys in prop::collection::vec(any::<u32>(), 1..20),
+        widths in prop::collection::vec(1_usize..6, 0..4),
+        fold in any::<bool>(),
+        root in any::<prop::sample::Index>(),
+    ) {
+        let ranks = keys.len() as u32;
+        let mut order: Vec<u32> = (0..ranks).collect();
+        order.sort_by_key(|&rank| keys[rank as usize]);
+        let mut nodes = layered(ranks, &widths);
+        for child in nodes.iter_mut().flatten() {
+            if let Child::Rank(rank) = child {
+                *rank = Rank(order[rank.0 as usize]);
+            }
+        }
+        // Children in any order, nodes among ranks.
+        nodes.iter_mut().enumerate().for_each(|(index, children)| {
+            let by = keys[index % keys.len()] as usize % children.len();
+            children.rotate_left(by);
+        });
+        let tree = Tree::new(nodes, ranks, ORDERS[usize::from(!fold)]).expect("a tree");
+        assert_follows(&tree, Rank(root.index(keys.len()) as u32));
+    }
+}
+
+#[test]
+fn the_trees_definition_by_hand() {
+    let written =
+        |tree: &Tree| tree.evaluate(|rank| rank.0.to_string(), |left: String, right| format!("({left}+{right})"));
+    let flat = |ranks, order| written(&Tree::flat(ranks, order).expect("a tree"));
+    assert_eq!(flat(4, Order::TreeFold), "(((0+1)+2)+3)");
+    assert_eq!(flat(6, Order::TreePairwise), "(((0+1)+(2+3))+(4+5))");
+    assert_eq!(flat(7, Order::TreePairwise), "(((0+1)+(2+3))+((4+5)+6))");
+    let ranks = |ranks: &[u32]| ranks.iter().map(|&rank| Child::Rank(Rank(rank))).collect::<Vec<_>>();
+    let nodes = vec![vec![Child::Node(1), Child::Rank(Rank(3)), Child::Node(2)], ranks(&[0, 1, 2]), ranks(&[4, 5])];
+    assert_eq!(written(&Tree::new(nodes, 6, Order::TreeFold).expect("a tree")), "((((0+1)+2)+3)+(4+5))");
+}
+
+#[test]
+fn what_is_no_tree_has_a_name() {
+    use crate::schedule::tree::TreeError;
+    let rank = |rank| Child::Rank(Rank(rank));
+    let refused = |nodes: &[&[Child]], ranks, order| {
+        Tree::new(nodes.iter().map(|children| children.to_vec()).collect(), ranks, order).expect_err("no tree")
+    };
+    let fold = Order::TreeFold;
+    assert_eq!(refused(&[&[rank(0)]], 1, Order::Arrival), TreeError::Undeclared(Order::Arrival));
+    assert_eq!(refused(&[], 0, fold), TreeError::Childless(0));
+    assert_eq!(refused(&[&[rank(0), Child::Node(1)], &[]], 1, fold), TreeError::Childless(1));
+    assert_eq!(refused(&[&[rank(0)]], 2, fold), TreeError::Rank { rank: Rank(1), times: 0, ranks: 2 });
+    assert_eq!(refused(&[&[rank(0), rank(0)]], 1, fold), TreeError::Rank { rank: Rank(0), times: 2, ranks: 1 });
+    assert_eq!(refused(&[&[rank(0), rank(7)]], 1, fold), TreeError::Rank { rank: Rank(7), times: 1, ranks: 1 });
+    let itself = &[Child::Node(0), rank(0)][..];
+    assert_eq!(refused(&[itself], 1, fold), TreeError::Node { node: 0, nodes: 1, parents: 1 });
+    let circle = [&[rank(0)][..], &[Child::Node(2)], &[Child::Node(1)]];
+    assert_eq!(refused(&circle, 1, fold), TreeError::Node { node: 1, nodes: 3, parents: 1 });
+    assert_eq!(refused(&[&[Child::Node(9)]], 1, fold), TreeError::Node { node: 9, nodes: 1, parents: 1 });
+}
+
+/// Which algorithms give the bits of a tree, found out by the checker: the table that the choice must agree with.
+#[test]
+fn who_evaluates_which_expression() {
+    let pairwise_of = |ranks| Tree::new(layered(ranks, &[4]), ranks, Order::TreePairwise).expect("a tree");
+    let is_same = |name: &str, tree: &Tree| evaluates(named(name), tree).is_ok();
+    for ranks in 2..=16_u32 {
+        let one_node = flat(ranks);
+        // Binomial trees pair neighbours, whatever the number of ranks.
+        assert!(is_same("binomial::reduce", &one_node) && is_same("binomial::all_reduce", &one_node));
+        for name in ["halving_doubling::all_reduce", "recursive_doubling::all_reduce"] {
+            // For others than powers of two too, if their folded pairs are whole halves: 3, 6, 7, 12, 14, 15, ...
+            let is_aligned = (ranks + (ranks & ranks.wrapping_neg())).is_power_of_two();
+            assert_eq!(is_same(name, &one_node), is_aligned, "{name} {ranks}");
+            if ranks.is_power_of_two() {
+                assert!(is_same(name, &pairwise_of(ranks)));
+            }
+        }
+        let fold = Tree::flat(ranks, Order::TreeFold).expect("a tree");
+        for name in ["halving_doubling::all_reduce", "binomial::reduce"] {
+            assert_eq!(is_same(name, &fold), ranks <= 3, "{name} {ranks}");
+        }
+        for name in ["tree::all_reduce", "tree::reduce", "pairwise::all_reduce", "pairwise::reduce_scatter"] {
+            assert!(is_same(name, &one_node) && is_same(name, &fold) && is_same(name, &pairwise_of(ranks)));
+        }
+        for name in ["ring::all_reduce", "ring::reduce_scatter"] {
+            assert!(!is_same(name, &one_node) && !is_same(name, &fold));
+        }
+        assert_eq!(is_same("halving_doubling::reduce_scatter", &one_node), ranks == 2 || ranks == 3);
+        assert!(is_same("bruck::all_gather", &fold), "what combines nothing can't differ");
+    }
+}
+
+#[test]
+fn the_ring_is_ruled_out_with_its_reason() {
+    let why = evaluates(named("ring::all_reduce"), &Tree::flat(3, Order::TreeFold).expect("a tree"));
+    let why = why.expect_err("another order for each block").to_string();
+    assert_eq!(why, "ring::all_reduce computes ((1+2)+0) for elements 1..2 of 3; declared is ((0+1)+2)");
+}
+
+#[test]
+fn halving_doubling_computes_the_aligned_pairwise_tree() {
+    for ranks in 1..=64 {
+        for name in ["halving_doubling::all_reduce", "recursive_doubling::all_reduce"] {
+            let schedules = schedules(named(name), ranks, 1000, Rank(0));
+            let mut report = check(Goal::AllReduce, &schedules).expect("proved");
+            let mut level: Vec<_> = (0..ranks).map(|rank| Expressions::input(Rank(rank))).collect();
+            if let extras @ 1.. = level.len() - (1 << ranks.ilog2()) {
+                let rest = level.split_off(2 * extras);
+                level = pairs(&mut report.expressions, &level).into_iter().chain(rest).collect();
+            }
+            while level.len() > 1 {
+                level = pairs(&mut report.expressions, &level);
+            }
+            for &(_, expression) in &report.blocks {
+                assert_eq!(expression, level[0], "{}", report.expressions.written(expression));
+                assert!(report.expressions.is_in_order(expression));
+            }
+        }
+    }
+}
+
+fn pairs(expressions: &mut Expressions, level: &[ExprId]) -> Vec<ExprId> {
+    level.chunks(2).map(|pair| expressions.combine(pair[0], pair[1]).expect("disjoint")).collect()
+}
+
+#[test]
+fn a_ring_follows_another_order_for_each_block() {
+    let report = check(Goal::AllReduce, &schedules(named("ring::all_reduce"), 3, 3, Rank(0))).expect("proved");
+    let written: Vec<_> = report.blocks.iter().map(|&(_, id)| report.expressions.written(id)).collect();
+    assert_eq!(written, ["((0+1)+2)", "((1+2)+0)", "((2+0)+1)"]);
+    assert!(!report.expressions.is_in_order(report.blocks[1].1));
+}
